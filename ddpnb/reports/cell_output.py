@@ -1,4 +1,4 @@
-"""The labelled output of all ranks, under one cell or during a comparison (kernel)."""
+"""The output of all ranks, with labels, under one cell or after a comparison (kernel)."""
 
 import itertools
 import json
@@ -18,33 +18,33 @@ from ddpnb.reports.live import LiveDisplay
 from ddpnb.reports.merging import HOLD_SECONDS, Item, OutputMerger, Run, Screen
 
 BAR_SECONDS = 0.2
-"""The shortest time between two redraws of progress bars (tqdm)."""
+"""Minimum number of seconds between two redraws of progress bars (tqdm)."""
 
 MAX_KEPT = 10_000
-"""The number of output pieces that ddpnb can show again after another rank cleared its output."""
+"""Maximum number of output pieces that ddpnb keeps, to show them again after a rank clears."""
 
 MAX_LINES = 50
-"""The number of printed lines of a comparison that are shown.  Further lines are counted."""
+"""Maximum number of printed lines that are shown.  A last line has the number of further lines."""
 
 KINDS = {"display_data": "display", "execute_result": "value", "update_display_data": "update"}
-"""The kind of an item for each kind of message."""
+"""The kind of an item for each type of Jupyter message."""
 
 Message = dict[str, Any]
 
 
 @cache
 def _displays() -> Displays:
-    """Return the displays of this kernel, because a cell can update displays of earlier cells."""
+    """Return the displays of all cells.  A cell can update the displays of earlier cells."""
     return Displays()
 
 
 @final
 class CellOutput:
-    """Shows the printed and displayed output of the ranks, with labels, while their cell runs.
+    """Shows the output of the ranks while they run a cell.  Labels name the ranks.
 
     Args:
         ranks: the ranks that run the cell.
-        on_clear: redraws everything else under the cell after a rank called clear_output().
+        on_clear: a function that redraws the cell's other displays after a rank clears its output.
     """
 
     def __init__(self, ranks: Iterable[int], on_clear: Callable[[], None] = lambda: None) -> None:
@@ -55,11 +55,11 @@ class CellOutput:
         self._displays = _displays()
         self._displays.begin_cell()
         self._shown: deque[Run] = deque(maxlen=MAX_KEPT)
-        """The output under the cell except bars, for redrawing after a rank clears its part."""
+        """The output under the cell except bars.  It is redrawn after a rank clears its output."""
         self._clearing: set[int] = set()
-        """Ranks that clear their output when they write again."""
+        """Ranks that called ``clear_output(wait=True)``: their next output clears their output."""
         self._cleared_at: float | None = None
-        """The time of the first clear_output() by a rank since the last redraw."""
+        """Time of the first ``clear_output()`` since the last redraw, or None if there was none."""
 
     def take(self, rank: int, kind: str, content: Message) -> None:
         """Add a message from a rank's output channel."""
@@ -76,11 +76,11 @@ class CellOutput:
                 self._merger.add(rank, [self._displays.item(rank, KINDS[kind], content)])
 
     def finish(self, rank: int) -> None:
-        """Note that a rank has ended the cell and all its output has arrived."""
+        """Mark a rank as finished: it has ended the cell, and all its output has arrived."""
         self._merger.finish(rank)
 
     def show(self, *, at_once: bool = False) -> None:
-        """Show the output that is ready, or with ``at_once`` all output that has arrived."""
+        """Show the output that is ready.  With ``at_once``, show all output that has arrived."""
         if self._cleared_at is None:
             self._emit(self._merger.take(at_once=at_once))
         else:
@@ -92,14 +92,14 @@ class CellOutput:
         self._bars.show(running, at_once=at_once)
 
     def close(self) -> None:
-        """Show the remaining output.  Can be called twice."""
+        """Show the remaining output.  A second call has no effect."""
         for rank in self._ranks:
             self._merger.finish(rank)
         self.show()
         self._bars.show([], at_once=True)
 
     def _clear(self, rank: int) -> None:
-        """Drop the output of a rank, so that only the other ranks' output is redrawn."""
+        """Drop the output of a rank.  The next redraw shows only the output of other ranks."""
         self._clearing.discard(rank)
         self._merger.clear(rank)
         self._bars.clear(rank)
@@ -108,7 +108,7 @@ class CellOutput:
         self._cleared_at = self._cleared_at or time.monotonic()
 
     def _redraw(self) -> None:
-        """Show again what each rank has written since it cleared its output."""
+        """Clear the cell, and show again the output that each rank has not cleared."""
         for rank in self._ranks:
             items = [item for ranks, items in self._shown if rank in ranks for item in items]
             self._merger.put_back(rank, [self._displays.current(rank, item) for item in items])
@@ -159,12 +159,12 @@ class CellOutput:
 
 @final
 class PrintedLines:
-    """The lines that ranks print during a comparison, each once with the ranks that print it."""
+    """The lines that ranks print during a comparison.  A line of several ranks is shown once."""
 
     def __init__(self) -> None:
         self._lines: dict[str, set[int]] = {}
         self._num_more: Counter[int] = Counter()
-        """For each rank, the number of lines that are not shown."""
+        """Number of lines of each rank that are not shown."""
         self._screens: dict[tuple[int, str], Screen] = {}
 
     def take(self, rank: int, kind: str, content: Mapping[str, Any]) -> None:
@@ -178,7 +178,7 @@ class PrintedLines:
         self._add(rank, screen.write(text))
 
     def end(self) -> None:
-        """End a call, which completes its unfinished lines.  Can be called twice."""
+        """End a call of the ranks, and complete its unfinished lines.  Can be called again."""
         for (rank, _), screen in self._screens.items():
             self._add(rank, screen.rest())
         self._screens.clear()
@@ -203,7 +203,7 @@ class PrintedLines:
 
 @final
 class Bars:
-    """Progress bars (tqdm) in a separate display, which keeps their last state."""
+    """Progress bars (tqdm) in a separate display.  Finished bars keep their last state."""
 
     def __init__(self) -> None:
         self.finished: list[tuple[Sequence[int], str]] = []
@@ -231,12 +231,12 @@ class Bars:
 
 
 def labelled(ranks: Sequence[int], text: str) -> str:
-    """Return a line with the label of its ranks: ``"[0-3] hello"``."""
+    """Return a line of text after the label of its ranks: ``"[0-3] hello"``."""
     return f"{label_of(ranks)} {text}"
 
 
 def write(stream: str, text: str) -> None:
-    """Write to this process's stdout or stderr and flush, so that both stay in order."""
+    """Write text to the kernel's stdout or stderr, and flush to keep both streams in order."""
     if text:
         file = sys.stderr if stream == "stderr" else sys.stdout
         file.write(text)

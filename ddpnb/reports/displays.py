@@ -1,7 +1,7 @@
-"""Displays with an id, which later output of the ranks can replace (kernel).
+"""Displays with an id: later output of the ranks can replace their content (kernel).
 
-Ranks that show the same content share one place.  If a rank then shows different content, ddpnb
-moves it to a new place below.  If the contents become equal again, the ranks share one place.
+Ranks with the same content share one place under the cell.  If a rank then shows different content,
+it gets a new place below.  If all contents become equal again, the ranks share one place again.
 """
 
 import json
@@ -17,10 +17,10 @@ from ddpnb.reports.live import WIDGET_VIEW, LiveDisplay
 from ddpnb.reports.merging import Item
 
 MAX_DISPLAYS = 1000
-"""The number of displays that can still be replaced.  Older displays stay as they are."""
+"""Number of displays that output can still replace.  Older displays stay as they are."""
 
 GENERATED = re.compile(r"[0-9a-f]{32}")
-"""An id that IPython generated, so it differs between ranks."""
+"""An id that IPython generated.  Each rank has different generated ids."""
 
 Content = Mapping[str, Any]
 
@@ -29,7 +29,7 @@ NOTHING: tuple[set[int], Content] = (set(), {"data": {"text/plain": ""}})
 
 @dataclass(slots=True)
 class Place:
-    """A label, and below it the content that one or several ranks share."""
+    """A place under a cell: a label, and below it the content of one rank or several ranks."""
 
     ranks: set[int] = field(default_factory=set)
     bundle: Content = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Place:
     content: LiveDisplay = field(default_factory=LiveDisplay)
 
     def show(self, ranks: set[int], bundle: Content) -> None:
-        """Show a bundle for some ranks.  Without ranks, clear the place."""
+        """Show a MIME bundle with the label of ``ranks``.  If ``ranks`` is empty, show no label."""
         if ranks != self.ranks:
             self.ranks = ranks
             self.label.show_text(label_of(ranks) if ranks else "")
@@ -56,12 +56,12 @@ class Displays:
         self._num_generated: Counter[int] = Counter()
 
     def begin_cell(self) -> None:
-        """Number the ids that IPython generates from 1 again."""
+        """Begin a new cell: the numbers that replace IPython's generated ids begin at 1 again."""
         self._num_cells += 1
         self._num_generated.clear()
 
     def item(self, rank: int, kind: str, content: Content) -> Item:
-        """Return a display as an item.  Ranks that show the same content have equal items."""
+        """Return a display as an item.  If ranks show the same content, their items are equal."""
         bundle = {"data": without_widget(content["data"]), "metadata": content.get("metadata")}
         if given := content.get("transient", {}).get("display_id"):
             bundle["name"] = self._name(rank, str(given))
@@ -71,7 +71,7 @@ class Displays:
         """Show a display for the first time."""
         places = self._places.setdefault(bundle["name"], [])
         for place in places:
-            place.ranks -= set(ranks)  # the content of an earlier display stays
+            place.ranks -= set(ranks)  # an earlier display with this id keeps its content
         places[:] = [place for place in places if place.ranks]
         places.append(place := Place())
         place.show(set(ranks), bundle)
@@ -80,7 +80,7 @@ class Displays:
             self._places.popitem(last=False)
 
     def update(self, ranks: Sequence[int], bundle: Content) -> None:
-        """Replace a display.  If there is none, do nothing, as Jupyter does."""
+        """Replace the content of a display.  Like in Jupyter, an unknown id has no effect."""
         places = self._places.get(bundle["name"], [])
         if places:
             self._places.move_to_end(bundle["name"])
@@ -96,14 +96,14 @@ class Displays:
                 place.show(*(group or NOTHING))
 
     def current(self, rank: int, item: Item) -> Item:
-        """Return the item, or its current content if it is a display that was updated."""
+        """Return an item of a rank.  If a display was updated, return its current content."""
         kind, text = item
         places = self._places.get(json.loads(text).get("name"), []) if kind == "display" else []
         bundle = next((place.bundle for place in places if rank in place.ranks), None)
         return (kind, json.dumps(bundle, sort_keys=True)) if bundle else item
 
     def _name(self, rank: int, given: str) -> str:
-        """Return the name that all ranks use for the same display."""
+        """Return a display's id, in the form that is the same on all ranks."""
         if not GENERATED.fullmatch(given):
             return given
         if (rank, given) not in self._names:
@@ -116,11 +116,11 @@ class Displays:
 
 
 def without_widget(data: Content) -> Content:
-    """Return a bundle without the view of a rank's widget, unless it has nothing else."""
+    """Return a MIME bundle without a widget's view, unless the view is its only content."""
     kept = {mime: value for mime, value in data.items() if mime != WIDGET_VIEW}
     return kept or data
 
 
 def label_of(ranks: Iterable[int]) -> str:
-    """Return the label of some ranks, e.g. ``"[0-3]"``."""
+    """Return the label of a list of ranks, e.g. ``"[0-3]"``."""
     return f"[{format_ranks(tuple(ranks))}]"

@@ -26,15 +26,15 @@ from ddpnb.reports.formatting import (
 from ddpnb.reports.table import Cell, Column, Table
 
 MAX_SHARE_OF_CEILING = 1.05
-"""A strategy above this share of ``no-comm``'s speed has its efficiency shown without parts."""
+"""The table splits a strategy's efficiency if its speed is at most this share of ``no-comm``."""
 
 
 def results_table(comparison: Comparison, target: Target | None = None) -> Table:
-    """Return one row per strategy, without columns that contain no information.
+    """Return a table with one row per strategy, without columns that contain no information.
 
     Args:
-        comparison: the runs.
-        target: a column shows when each run reached this target; None adds no column.
+        comparison: the comparison.
+        target: if given, a column shows when each strategy reached this target.
     """
     summaries = summarise(comparison, target)
     look, rates = styles(comparison, summaries), learning_rates(comparison)
@@ -65,10 +65,10 @@ def results_table(comparison: Comparison, target: Target | None = None) -> Table
 
 
 def _is_redundant(name: str, cells: Sequence[Cell], summaries: Sequence[StrategySummary]) -> bool:
-    """Return True if other columns or the title already tell the content of a column."""
+    """Return True if a column adds no information to the other columns."""
     match name:
         case "held-out loss" if any(math.isfinite(accuracy_of(s)) for s in summaries):
-            return True  # to_frame() still has it
+            return True  # to_frame() still has this column
         case "memory per rank" if len({cell.text for cell in cells}) == 1:
             return True
     return all(cell.text == NOTHING for cell in cells)
@@ -79,20 +79,21 @@ def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) ->
     rivals = [s for s in summaries if s.num_workers > 1 and not s.is_emulated]
     if quicker := [s.name for s in rivals if _outran_ceiling(s)]:
         found.append(
-            f"no-comm was slower than {listed(quicker)}, so the table shows efficiency without its "
-            "two parts. The machine was busy during no-comm (add --repeats), or no rank waits for "
-            "slow ranks"
+            f"no-comm was slower than {listed(quicker)}, so efficiency cannot be split into "
+            "machine and communication. Possible causes: the machine was busy during no-comm "
+            "(add --repeats), or the strategy does not wait for slow ranks"
         )
     if any(s.is_emulated for s in summaries):
         found.append(
-            "numbers in brackets: emulated on CPU threads, so they say little about real speed"
+            "numbers in brackets: emulated on CPU threads, so real speeds may be very different"
         )
     if "memory per rank" in shown:
         is_known = any(s.memory.activations for s in summaries)
         is_published = not is_known and any(s.is_computed for s in summaries)
         held = "memory per rank" + ", computed for the published model" * is_published
         rest = "and activations" if is_known else "(activations are not known)"
-        found.append(f"{held}: parameters, gradients, optimizer state {rest}, on the fullest rank")
+        parts = f"parameters, gradients, optimizer state {rest}"
+        found.append(f"{held}: {parts}, on the rank that uses most memory")
     return tuple(found)
 
 
@@ -107,7 +108,7 @@ def _speed(summary: StrategySummary) -> Cell:
 
 
 def _efficiency(summary: StrategySummary) -> Cell:
-    """Return the efficiency, and below it the two parts: machine × communication."""
+    """Return a cell with the efficiency, and below it the two factors machine × communication."""
     whole = _judged(summary, percent(summary.efficiency))
     unknown = math.isnan(summary.machine) or math.isnan(summary.share_of_ceiling)
     if unknown or _outran_ceiling(summary):
@@ -122,7 +123,7 @@ def _outran_ceiling(summary: StrategySummary) -> bool:
 
 
 def _judged(summary: StrategySummary, text: str) -> Cell:
-    """Return a number that depends on speed, in brackets if the strategy is emulated."""
+    """Return a cell with a number that depends on speed, in brackets for emulated strategies."""
     return Cell(text=f"({text})" if summary.is_emulated and text != NOTHING else text)
 
 
@@ -153,7 +154,7 @@ def _memory(summary: StrategySummary) -> Cell:
 
 
 def _reached(summary: StrategySummary) -> Cell:
-    """Return the seconds and samples until the target was reached."""
+    """Return a cell with the seconds and the samples until a strategy reached the target."""
     seconds, samples = summary.seconds_to_target.middle, summary.samples_to_target.middle
     if summary.is_ceiling or math.isnan(seconds):
         return Cell(text=NOTHING)
@@ -161,19 +162,19 @@ def _reached(summary: StrategySummary) -> Cell:
     if math.isinf(seconds):
         of_all = f"in {missed} of {summary.num_runs}" if missed < summary.num_runs else ""
         return Cell(text="never", quiet=of_all)
-    quiet = f"{short(samples)} samples{f', {missed} never' if missed else ''}"
-    return Cell(text=f"{number(seconds)} s", quiet=quiet)
+    of_all = f"; {missed} of {summary.num_runs} repeats missed the target" if missed else ""
+    return Cell(text=f"{number(seconds)} s", quiet=f"{short(samples)} samples{of_all}")
 
 
 def _score(name: str, summary: StrategySummary) -> Cell:
     found = summary.scores.get(name, Spread())
     if name in summary.scores and name not in SCORES and math.isnan(found.middle):
-        return Cell(text="NaN")  # the cell's own metric returned it
+        return Cell(text="NaN")  # the metric of the user's cell returned NaN
     return _of(found, partial(percent, decimals=1) if name == "held-out accuracy" else number)
 
 
 def accuracy_of(summary: StrategySummary) -> float:
-    """Return the median held-out accuracy, or NaN if it is not known."""
+    """Return the median held-out accuracy of the repeats, or NaN if it is not known."""
     return summary.scores.get("held-out accuracy", Spread()).middle
 
 
@@ -189,7 +190,7 @@ def _staleness(summary: StrategySummary) -> Cell:
 
 
 class Quantity(NamedTuple):
-    """A column of the table, except the first column."""
+    """A quantity that a column of the table shows for each strategy."""
 
     about: str
     """An explanation that appears when the pointer is on the column's title."""
@@ -198,47 +199,52 @@ class Quantity(NamedTuple):
 
 QUANTITIES: Mapping[str, Quantity] = {
     "samples/s": Quantity(
-        "samples of all ranks / seconds of the slowest rank, without the warm-up. Several repeats: "
-        "geometric mean and range",
+        "samples of all ranks / seconds of the slowest rank, without the warm-up. If there are "
+        "several repeats: geometric mean and range",
         _speed,
     ),
     "speed-up": Quantity(
-        "samples/s / samples/s of single, the same training on one device", _speed_up
+        "samples/s of the strategy / samples/s of single, the same training on one device",
+        _speed_up,
     ),
     "efficiency": Quantity(
-        "speed-up / number of devices. Below it: machine (no-comm / ideal) × communication "
-        "(strategy / no-comm)",
+        "speed-up / number of devices. The line below the efficiency shows its two factors: "
+        "machine (no-comm / ideal) × communication (strategy / no-comm)",
         _efficiency,
     ),
     "exposed": Quantity("share of a step in which a rank exchanges tensors or waits", _exposed),
-    "sent per step": Quantity("by each worker", lambda s: Cell(text=size(s.split.num_bytes_sent))),
-    "staleness": Quantity("updates by others between reading parameters and updating", _staleness),
+    "sent per step": Quantity(
+        "bytes that each worker sends", lambda s: Cell(text=size(s.split.num_bytes_sent))
+    ),
+    "staleness": Quantity(
+        "number of updates by other workers between a worker's read and its update", _staleness
+    ),
     "samples lost": Quantity(
-        "samples given to a rank that died before it returned a gradient",
+        "number of samples of ranks that died before they returned a gradient",
         lambda s: Cell(text=number(s.num_lost_samples or math.nan)),
     ),
-    "memory per rank": Quantity("bytes on the rank with the most memory in use", _memory),
+    "memory per rank": Quantity("memory of the rank that uses the most memory", _memory),
 }
 
 
 SCORES = {
-    "final loss": "training loss at the end of the strong line",
+    "final loss": "training loss at the end of the run (the end of the strong line)",
     "held-out loss": "mean loss on samples that are not used for training",
     "held-out accuracy": "share of held-out samples that are classified correctly",
 }
-"""Scores of every model.  A cell may add other scores."""
+"""Explanations of the scores that ddpnb computes.  A cell can define further scores."""
 
 
 def quantities_of(
     summaries: Sequence[StrategySummary], target: Target | None = None
 ) -> Mapping[str, Quantity]:
-    """Return all columns after the first, including a target's and the cell's own metrics."""
+    """Return the quantities of all strategies by name: speeds, the target and all scores."""
     found = {"samples/s": QUANTITIES["samples/s"]}
     if target is not None:
-        about = f"training time and samples until the run first reached {target.text}"
+        about = f"training time and number of samples until a run first reached {target.text}"
         found[f"to {target.text}"] = Quantity(about, _reached)
     found |= QUANTITIES
     for name in dict.fromkeys(name for summary in summaries for name in summary.scores):
-        own = "end of the metric's curve" if name.startswith("last ") else "the cell's own metric"
+        own = "end of a logged metric's curve" if name.startswith("last ") else "the cell's metric"
         found[name] = Quantity(SCORES.get(name, own), partial(_score, name))
     return found

@@ -1,4 +1,4 @@
-"""Formatting of numbers, and the names and notes of runs (kernel)."""
+"""Formatting of numbers, and the titles and notes of comparisons (kernel)."""
 
 import math
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.style import style_of
 
 NOTHING = "–"
-"""The text for an unknown number in a table."""
+"""The text that tables show instead of an unknown number."""
 MACHINE = ("torch", "CPU", "ranks", "hosts", "GPUs", "threads of each rank", "backend")
-"""The properties of the environment that affect times."""
+"""Keys of ``Comparison.environment`` that affect the measured times."""
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Return ``value`` with about ``digits`` digits, e.g. ``12,345`` or ``0.118``."""
+    """Return a number with about ``digits`` significant digits, e.g. ``12,345`` or ``0.118``."""
     if math.isnan(value):
         return NOTHING
     if math.isinf(value):
@@ -33,7 +33,7 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def short(value: float) -> str:
-    """Return ``value`` in few characters, e.g. ``17.1k``."""
+    """Return a number in a short form with a unit prefix, e.g. ``17.1k``."""
     for unit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= 0.9995 * unit:
             return f"{number(value / unit)}{letter}"
@@ -41,14 +41,14 @@ def short(value: float) -> str:
 
 
 def tick(value: float) -> str:
-    """Return the label of a tick: ``short``, without trailing zeros."""
+    """Return the label of an axis tick: the result of ``short`` without trailing zeros."""
     text = short(value)
     number, unit = (text[:-1], text[-1]) if text[-1] in "kMGT" else (text, "")
     return (number.rstrip("0").rstrip(".") if "." in number else number) + unit
 
 
 def size(num_bytes: float) -> str:
-    """Return a number of bytes, e.g. ``4.6 MB``."""
+    """Return a number of bytes with its unit, e.g. ``4.6 MB``."""
     if not math.isfinite(num_bytes):
         return NOTHING
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
@@ -58,7 +58,7 @@ def size(num_bytes: float) -> str:
 
 
 def percent(share: float, decimals: int = 0) -> str:
-    """Return a share as percent, e.g. ``96.1 %``."""
+    """Return a share (0.961) as a percentage (``96.1 %``)."""
     return f"{100 * share:.{decimals}f} %" if math.isfinite(share) else number(share)
 
 
@@ -71,29 +71,29 @@ def duration(seconds: float) -> str:
 
 
 def in_units(seconds: float) -> str:
-    """Return a time in the unit that suits it, e.g. ``12.5 ms``."""
+    """Return a time in s, ms or µs, e.g. ``12.5 ms``."""
     scale, unit = time_unit(seconds)
     return f"{number(seconds * scale)} {unit}"
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """Return the factor from seconds to the unit that fits an axis of this length, and the unit."""
+    """Return the factor from seconds to s, ms or µs, and this unit, for a time of this length."""
     if seconds >= 10:
         return 1.0, "s"
     return (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
 
 
 def counted(num: int, noun: str) -> str:
-    """Return e.g. ``1 worker`` or ``2 workers``."""
+    """Return a number and a noun, e.g. ``1 worker`` or ``2 workers``."""
     return f"{num} {noun}" if num == 1 else f"{num} {noun}s"
 
 
 def styles(
     comparison: Comparison, summaries: Sequence[StrategySummary]
 ) -> dict[StrategyKey, Style]:
-    """Return the style of each strategy, in darker shades for further comparisons.
+    """Return the style of each strategy.  The second comparison has darker colours than the first.
 
-    The markers of emulated strategies are hollow, like the markers of variants.
+    The markers of emulated strategies are hollow.  The markers of variants are hollow too.
     """
     several = list(dict.fromkeys(each.comparison for each in summaries))
     made = {}
@@ -104,7 +104,7 @@ def styles(
 
 
 def title(comparison: Comparison) -> str:
-    """Return one line: the task, the global batch, the workers and their devices."""
+    """Return the title of a comparison: its name, task, global batch, workers and devices."""
     specs = [run.spec for run in comparison.runs if run.spec] or list(comparison.specs)
     headers = [run.header for run in comparison.runs if run.header]
     tasks = dict.fromkeys("own cell" if s.task == "cell" else s.task for s in specs)
@@ -129,14 +129,14 @@ def title(comparison: Comparison) -> str:
 
 
 def emulated_devices(comparison: Comparison) -> str:
-    """Return ``"8 emulated V100, resnet50's clock"``, or ``""`` if time was measured."""
+    """Return the emulated devices, e.g. ``"8 emulated V100"``, or ``""`` if time was measured."""
     specs = [run.spec for run in comparison.runs if run.spec] or list(comparison.specs)
     found = dict.fromkeys(each.text for spec in specs if (each := spec.emulated))
     return " and ".join(found)
 
 
 def notes(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> tuple[str, ...]:
-    """Return the notes below a plot: emulation, failures, different settings."""
+    """Return the notes below a table: different settings, failures, emulation, short runs."""
     strategies: dict[str, list[str]] = {}
     for summary in summaries:
         for note in summary.notes:
@@ -155,14 +155,14 @@ def notes(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> tup
     if short_ones := [s.label for s in summaries if s.is_short]:
         which = "the runs" if len(short_ones) == len(summaries) else listed(short_ones)
         found.append(
-            f"{which} took less than {SHORT_SECONDS:g} s, which is too short to time well: "
-            f"add --min-seconds {SHORT_SECONDS:g} for longer runs"
+            f"{which} took less than {SHORT_SECONDS:g} s, which is too short to time well. "
+            f"Add --min-seconds {SHORT_SECONDS:g} for longer runs"
         )
     return tuple(found)
 
 
 def learning_rates(comparison: Comparison) -> dict[StrategyKey, str]:
-    """Return the learning rate of each strategy, or ``{}`` if all strategies had the same rate."""
+    """Return the learning rate of each strategy, or ``{}`` if the user gave only one rate."""
     specs = {key: runs[0].spec for key, runs in group_runs(comparison.runs).items()}
     rates = {key: s.learning_rate for key, s in specs.items() if s and not s.is_ceiling}
     is_one = len(set(rates.values())) == 1 and not any(s.rates for s in specs.values() if s)
@@ -170,7 +170,7 @@ def learning_rates(comparison: Comparison) -> dict[StrategyKey, str]:
 
 
 def differences(specs: Sequence[RunSpec]) -> list[str]:
-    """Return the options that differ between runs, named as on a magic's line."""
+    """Return the options that differ between runs, with the names that the magics use."""
     specs = [spec for spec in specs if not spec.is_ceiling]
     differing = [
         option.keyword.replace("_", " ")
@@ -182,7 +182,7 @@ def differences(specs: Sequence[RunSpec]) -> list[str]:
 
 
 def _at_rate(run: RunSnapshot) -> str:
-    """Return a rate with its held-out loss, e.g. ``0.05: 0.31``, or ``0.05: diverged``."""
+    """Return a run's learning rate and held-out loss: ``0.05: 0.31`` or ``0.05: diverged``."""
     rate = f"{run.spec.learning_rate:g}" if run.spec else NOTHING
     if run.status is not Status.FINISHED:
         return f"{rate}: {run.status.value}"
@@ -190,14 +190,14 @@ def _at_rate(run: RunSnapshot) -> str:
 
 
 def listed(parts: Sequence[str]) -> str:
-    """Return ``"a, b and c"``."""
+    """Return the parts as a list in words: ``"a, b and c"``."""
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
 def _choice(spec: RunSpec, name: str) -> object:
     value = getattr(spec, name)
-    if name == "seed":  # each repeat has a different seed
+    if name == "seed":  # because each repeat has a different seed
         return spec.data_seed
-    if name == "learning_rate" and spec.rates:  # each strategy is compared at its best rate
+    if name == "learning_rate" and spec.rates:  # because each strategy uses its best rate
         return spec.rates
     return value

@@ -1,7 +1,7 @@
-"""The drawing kit of all figures: paper, axes, notes, ranks' colours, PNG and HTML (kernel).
+"""Shared drawing code of all figures: paper, axes, notes, rank colours, PNG and HTML (kernel).
 
-Figures are made without pyplot, so matplotlib does not keep them.  Importing matplotlib takes
-0.3 s, so ddpnb imports it when it draws the first picture.
+ddpnb draws figures without pyplot, so matplotlib does not keep the figures in memory.  Importing
+matplotlib takes 0.3 s, so ddpnb imports it only when it draws the first picture.
 """
 
 import base64
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from matplotlib.text import Text
 
 WIDTH, DPI, PAGE_DPI = 14.0, 100, 160
-"""A picture's width in inches, and its dots per inch on a screen and in a saved page."""
+"""Width of a picture in inches, dots per inch on a screen, and dots per inch in a saved file."""
 LEFT, RIGHT, TOP, FOOT = 0.3, 0.45, 0.95, 0.3
-"""Inches of paper around the drawing, with the title above and the notes below."""
+"""Margins in inches: left, right, above the drawing (with the title), and below the notes."""
 NOTE_HEIGHT = 0.24
 NOTE_CHARACTERS_PER_INCH = 11.2
 
@@ -42,14 +42,14 @@ RANK_COLOURS = (
     *("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6"),
     *("#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd"),
 )
-"""Colours of the ranks in every picture.  The eleventh rank has the first colour again.  From
-Petroff, "Accessible color sequences for data visualization", 2021."""
+"""Colours of the ranks in every picture.  Rank 10 has the same colour as rank 0, and so on.
+Source: Petroff, "Accessible color sequences for data visualization", 2021."""
 
 MAX_RANKS = 16
-"""The number of ranks that are drawn.  For the other ranks, a figure only gives their number."""
+"""Maximum number of ranks that a figure draws.  A note says how many ranks are not drawn."""
 
 Look = Mapping[str, Any]
-"""Matplotlib's properties of a drawn element."""
+"""Keyword arguments with which matplotlib draws an element, such as its colour."""
 
 WAITING: Look = {
     "facecolor": PAPER,
@@ -57,16 +57,16 @@ WAITING: Look = {
     "hatch": "////",
     "linewidth": 0.9,
 }
-"""The look of a bar while a rank waits."""
+"""The look of a bar that shows the waiting time of a rank."""
 
 
 def rank_colour(rank: int) -> str:
-    """Return the colour of a rank, the same in all pictures."""
+    """Return the colour of a rank.  A rank has the same colour in all pictures."""
     return RANK_COLOURS[rank % len(RANK_COLOURS)]
 
 
 def ink_on(colour: str) -> str:
-    """Return the text colour, white or dark, that has more contrast on a background colour."""
+    """Return white or dark: the text colour with more contrast on the background ``colour``."""
     return PAPER if contrast_on_white(colour) ** 2 >= contrast_on_white(INK) else INK
 
 
@@ -75,13 +75,13 @@ def ink_on(colour: str) -> str:
 
 @final
 class Sheet:
-    """The paper of a picture: a title above, the drawing in the middle, notes below.
+    """The background of a picture, with a title above the drawing and notes below the drawing.
 
     Args:
-        title: one line.
-        height: height of the drawing in inches, with its ticks and labels.
-        notes: sentences.
-        width: width in inches.
+        title: the title in one line.
+        height: height of the drawing in inches, including its ticks and labels.
+        notes: sentences that are written below the drawing.
+        width: width of the picture in inches.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Sheet:
         self.height = TOP + height + NOTE_HEIGHT * len(lines) + FOOT
         self.figure = Figure(figsize=(width, self.height), dpi=DPI, facecolor="none")
         FigureCanvasAgg(self.figure)
-        paper = FancyBboxPatch(  # white, so that it suits light and dark notebooks
+        paper = FancyBboxPatch(  # white in light and in dark notebooks
             (0.17, 0.17),
             width - 0.34,
             self.height - 0.34,
@@ -122,7 +122,7 @@ class Sheet:
     def axes(
         self, height: float, *, down: float = 0.0, left: float = LEFT, right: float = RIGHT
     ) -> "Axes":
-        """Add axes of a height in inches, ``down`` inches below the drawing's upper edge."""
+        """Add and return axes.  All sizes are in inches; ``down`` is the space above the axes."""
         bottom = self.height - TOP - down - height
         return self.figure.add_axes(
             (
@@ -140,12 +140,12 @@ class Sheet:
 def dress(
     axes: "Axes", *, title: str = "", x_label: str = "", grid: Literal["x", "y", "both"] = "x"
 ) -> None:
-    """Give axes the look of all pictures: no frame except the x axis, pale grid lines."""
+    """Give axes the common look of all pictures: only the x axis as a frame, pale grid lines."""
     axes.set_facecolor("none")
     if title:
         axes.set_title(
             title, loc="left", fontsize=FONT_POINTS, fontweight="bold", color=INK, pad=8, y=1.0
-        )  # with a fixed y, because finding y takes a third of matplotlib's drawing time
+        )  # y=1.0, because otherwise matplotlib needs a third of the drawing time to find y
     axes.set_xlabel(x_label, fontsize=SMALL_POINTS, color=MUTED, labelpad=4)
     for side in ("left", "right", "top"):
         axes.spines[side].set_visible(False)
@@ -167,18 +167,18 @@ def write(
     va: str = "center",
     **look: Any,
 ) -> "Text":
-    """Write a text with its middle at ``y``; ``look`` is for matplotlib (``ha="right"``)."""
+    """Write a text at a position.  ``look`` has arguments for matplotlib, e.g. ``ha="right"``."""
     return axes.text(x, y, text, fontsize=points, color=colour, va=va, **look)
 
 
 def name_row(axes: "Axes", y: float, name: str, *, rank: int = -1) -> None:
-    """Write a row's name at the left edge of the paper, with a patch of the rank's colour.
+    """Write a row's name at the left edge of the picture, after a square in the rank's colour.
 
     Args:
-        axes: axes that begin ``ROW_NAMES`` inches from the left edge.
+        axes: axes that begin ``ROW_NAMES`` inches from the picture's left edge.
         y: the middle of the row.
-        name: such as ``"rank 0"``.
-        rank: the rank of the row, or -1 for a row without a rank, which has no patch.
+        name: the name of the row, such as ``"rank 0"``.
+        rank: the rank of the row, or -1 if the row does not belong to a rank.
     """
     look: dict[str, Any] = {"xycoords": axes.get_yaxis_transform(), "va": "center"}
     look |= {"textcoords": "offset points", "annotation_clip": False}
@@ -189,13 +189,14 @@ def name_row(axes: "Axes", y: float, name: str, *, rank: int = -1) -> None:
 
 
 ROW_NAMES = 2.05
-"""Inches at the left for the names of rows and for labels of their contents."""
+"""Inches to the left of the axes, for the names of rows and for labels of their contents."""
 
 
 def legend(axes: "Axes", looks: Mapping[str, str | Look], **place: Any) -> None:
-    """Draw a legend above axes, at the right.  Each name has a colour, or the look of a bar.
+    """Draw a legend, by default above the axes at the right.
 
-    ``place`` passes arguments to matplotlib, for a legend in another place.
+    ``looks`` has the colour of each name, or the look of its bar.  ``place`` has arguments for
+    matplotlib's ``legend``, such as another position.
     """
     from matplotlib.patches import Patch  # noqa: PLC0415  0.3 s
 
@@ -224,11 +225,11 @@ def legend(axes: "Axes", looks: Mapping[str, str | Look], **place: Any) -> None:
 
 @final
 class Picture:
-    """A figure that a notebook shows as PNG; ``figure`` is a matplotlib figure.
+    """A matplotlib figure that a notebook shows as PNG.
 
     Args:
-        figure: the drawn figure.
-        description: one or two sentences for readers who cannot see the figure.
+        figure: the matplotlib figure.
+        description: one or two sentences that describe the figure to blind readers.
     """
 
     def __init__(self, figure: "Figure", description: str) -> None:
@@ -249,7 +250,7 @@ class Picture:
         return buffer.getvalue()
 
     def html(self, dpi: float = DPI) -> str:
-        """Return the picture as an HTML image that contains its data."""
+        """Return an HTML image element that contains the PNG data."""
         style, data = "max-width:100%;height:auto", base64.b64encode(self.png(dpi)).decode("ascii")
         alt = escape(self.description)
         return f'<img style="{style}" alt="{alt}" src="data:image/png;base64,{data}">'
@@ -261,7 +262,7 @@ class Picture:
 
 
 class Shown:
-    """A result that a notebook shows as pictures, a table and text, and that you can save."""
+    """A result that you can save.  A notebook shows its pictures, its table and its text."""
 
     endings: ClassVar[Mapping[str, str]] = {
         ".png": "the picture",
@@ -269,22 +270,22 @@ class Shown:
         ".html": "a page in a single file",
         ".txt": "the text",
     }
-    """Endings of the files that ``save`` can write, and their descriptions."""
+    """The file name endings that ``save`` accepts, with a description of each file."""
 
     def text(self) -> str:
         """Return the whole result as text."""
         return "" if (table := self.table()) is None else table.text()
 
     def pictures(self) -> Sequence[Picture]:
-        """Return the pictures, if there are any."""
+        """Return the pictures.  The result is empty if there are no pictures."""
         return ()
 
     def table(self) -> Table | None:
-        """Return the table, or None if there is no table."""
+        """Return the table, or None if the result has no table."""
         return None
 
     def html(self, images: str) -> str:
-        """Return the HTML for a notebook: pictures, table and, below pictures, the folded text."""
+        """Return HTML for a notebook: pictures, table and, if there are pictures, folded text."""
         folded = (
             '<details><summary>As text</summary><pre style="white-space:pre-wrap">'
             f"{escape(self.text())}</pre></details>"
@@ -293,7 +294,7 @@ class Shown:
         return images + table + folded * bool(images)
 
     def plot(self) -> Picture:
-        """Return the first picture; ``.figure`` is a matplotlib figure.
+        """Return the first picture.  Its attribute ``figure`` is a matplotlib figure.
 
         Raises:
             UserError: the result has no picture.
@@ -303,13 +304,13 @@ class Shown:
         return pictures[0]
 
     def save(self, path: Path | str) -> str:
-        """Write a file in the format of its ending, which must be one of ``endings``.
+        """Write the result to a file.  The ending of the file's name determines the format.
 
         Args:
             path: the file.  Missing folders are created, and an existing file is replaced.
 
         Returns:
-            A sentence about the written file.
+            The file's path and a description of the file.
 
         Raises:
             UserError: the ending is not in ``endings``, or the file cannot be written.
@@ -318,7 +319,7 @@ class Shown:
         fitting = [ending for ending in self.endings if target.name.endswith(ending)]
         if not fitting:
             endings = ", ".join(self.endings)
-            raise UserError(f"{target.name} cannot be saved: end its name with one of {endings}.")
+            raise UserError(f"Cannot save {target.name}. End the name with one of {endings}.")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             return f"{target}: {self.write(target, max(fitting, key=len))}"
@@ -326,12 +327,12 @@ class Shown:
             raise UserError(f"{target} cannot be written: {error}.") from error
 
     def write(self, target: Path, ending: str) -> str:
-        """Write a file into an existing folder, and return the file's description."""
+        """Write the file ``target`` into an existing folder, and return the file's description."""
         target.write_bytes(self.content(ending))
         return f"{self.endings[ending]}."
 
     def content(self, ending: str) -> bytes:
-        """Return the content of a file.  PNG and SVG contain the first picture."""
+        """Return the bytes of a file with this ending.  PNG and SVG contain the first picture."""
         match ending:
             case ".png":
                 return self.plot().png(PAGE_DPI)
@@ -346,7 +347,7 @@ class Shown:
         return self.text()
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
-        """Return one HTML bundle of everything, and separately the text and the first picture."""
+        """Return the MIME bundle: all parts as HTML, the text, and the first picture as PNG."""
         pictures = self.pictures()
         bundle: dict[str, Any] = {"text/plain": self.text()}
         if html := self.html("".join(each.html() for each in pictures)):
@@ -375,7 +376,7 @@ h2 { font-size: 1.15rem; margin-top: 2rem; }
 
 
 def page(title: str, body: str) -> str:
-    """Return an HTML page in a single file; ``title`` is text, ``body`` is HTML."""
+    """Return a self-contained HTML page.  ``title`` is plain text, and ``body`` is HTML."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'

@@ -1,4 +1,4 @@
-"""Tables of ranks and stored runs, and the details of one comparison (kernel)."""
+"""Tables of ranks, of stored runs, and of the details of one comparison (kernel)."""
 
 import dataclasses
 import time
@@ -19,7 +19,7 @@ from ddpnb.reports.table import Cell, Column, Table, table_row
 
 
 def ranks_table(states: Sequence[RankState], doing: Mapping[int, str] | None = None) -> Table:
-    """Return one row per rank: its process, host, device and, if ``doing`` is given, activity."""
+    """Return a table with one row per rank.  ``doing`` adds the current activity of each rank."""
     ordered = sorted(states, key=lambda state: state.rank)
     return Table(
         caption=f"{counted(len(ordered), 'rank')} ready",
@@ -45,7 +45,7 @@ def ranks_table(states: Sequence[RankState], doing: Mapping[int, str] | None = N
 
 
 def runs_table(runs: Sequence[StoredRun]) -> Table:
-    """Return the stored runs, newest first; repeats of one strategy share a row."""
+    """Return a table of the stored runs, newest first.  Repeats of a strategy share one row."""
     newest_first = sorted(runs, key=lambda run: (-run.created, run.comparison, run.name))
     by_name: dict[tuple[str, str], list[StoredRun]] = {}
     for run in newest_first:
@@ -64,8 +64,9 @@ def runs_table(runs: Sequence[StoredRun]) -> Table:
         ),
         rows=tuple(_run_row(repeats) for repeats in by_name.values()),
         notes=(
-            "steps: the sum over all workers and repeats",
-            "%ddp_plot NAME ... draws them; only the part after the slash draws the latest run",
+            "steps: number of steps, summed over all workers and repeats",
+            "To draw runs, enter %ddp_plot with their names. A name without the part before the "
+            "slash (ddp instead of race/ddp) means the latest run",
         ),
     )
 
@@ -99,22 +100,22 @@ def _run_row(repeats: Sequence[StoredRun]) -> tuple[Cell, ...]:
 
 
 HIDDEN = {"run_id", "strategy", "repeat", "is_ceiling", "source", "cell", "models", "rates"}
-"""Fields of ``RunSpec`` that are not settings of a comparison."""
+"""Fields of ``RunSpec`` that the table of settings does not show."""
 
 
 @final
 class Details(Shown):
-    """The settings, environment and magic of a comparison."""
+    """The settings and environment of a comparison, and the code that repeats the comparison."""
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison = comparison
 
     def text(self) -> str:
-        """Return the table and the code."""
+        """Return the table and the code as text."""
         return f"{super().text()}\n\n{self._code()}".rstrip()
 
     def html(self, images: str) -> str:
-        """Return the table and the code."""
+        """Return the table and the code as HTML."""
         code = self._code()
         return super().html(images) + f"<pre>{escape(code)}</pre>" * bool(code)
 
@@ -123,7 +124,7 @@ class Details(Shown):
         return magic_of(self.comparison) or self.comparison.source
 
     def table(self) -> Table:
-        """Return the settings of all runs, their environment, and notes on adjustments."""
+        """Return a table of the settings and the environment of all runs, with notes."""
         comparison = self.comparison
         specs = comparison.specs or tuple(run.spec for run in comparison.runs if run.spec)
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(comparison.created))
@@ -146,7 +147,7 @@ class Details(Shown):
 
 
 def _models(specs: Sequence[RunSpec]) -> Iterator[tuple[str, Path]]:
-    """Yield the name and the file of each run that saved its trained model."""
+    """Yield the name of each run that saved its trained model, with the path of the model."""
     for spec in specs:
         path = spec.model_file
         at = f" at lr {spec.learning_rate:g}" if spec.rates and spec.repeat == 0 else ""

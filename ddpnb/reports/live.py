@@ -1,4 +1,4 @@
-"""Displays that are redrawn under a cell: live figures, tables, progress bars (kernel)."""
+"""Displays with content that changes: live figures, tables, progress bars (kernel)."""
 
 import base64
 import sys
@@ -26,33 +26,33 @@ WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 NOTHING: Bundle = {"text/plain": "", "text/html": ""}
 COMES_BACK = "If you reload the page, run %ddp_plot to show this again."
 REDRAW_SECONDS, MAX_PAUSE_SECONDS = 0.5, 2.5
-"""The shortest and the longest time between two redraws."""
+"""Minimum and maximum number of seconds between two redraws."""
 MAX_SHARE = 0.05
-"""The share of a core's time that redraws may take."""
+"""Maximum share of one core's time that redraws may use."""
 
 
 def live(options: PlotOptions = EVERYTHING) -> "Live":
-    """Return a live display: a figure in a Jupyter kernel, lines of text elsewhere."""
+    """Return the display of a comparison: a figure in a Jupyter kernel, otherwise printed text."""
     in_kernel = hasattr(get_ipython(), "kernel")
     return LiveFigureAndTable(options) if in_kernel else LiveText()
 
 
 class LiveDisplay:
-    """A display with replaceable content, which appears with its first content."""
+    """A display with replaceable content.  The display appears when ``show`` is first called."""
 
     def __init__(self) -> None:
         self._handle: DisplayHandle | None = None
         self._content: Bundle = NOTHING
 
     def appear(self) -> bool:
-        """Show the content under the current cell too; return False if nothing was shown yet."""
+        """Show the content under the current cell too.  Return False if there is no content yet."""
         if self._handle is None:
             return False
         self._handle.display(self._content, raw=True)
         return True
 
     def show(self, bundle: Bundle, metadata: Mapping[str, Any] | None = None) -> None:
-        """Replace the content by a MIME bundle.  Outside IPython, do nothing."""
+        """Replace the content by a MIME bundle.  This has no effect outside IPython."""
         if get_ipython() is None:
             return
         self._content = bundle
@@ -72,7 +72,7 @@ class LiveDisplay:
 
 
 class Live(ABC):
-    """Shows a comparison while it trains, and limits how often it redraws."""
+    """Shows a comparison while it trains, and limits the number of redraws."""
 
     def __init__(self) -> None:
         self._next_seconds = 0.0
@@ -80,7 +80,7 @@ class Live(ABC):
 
     @abstractmethod
     def announce(self, text: str) -> None:
-        """Show a text about the current work before there is a figure.  ``""`` shows nothing."""
+        """Show a text until there is a figure.  The text ``""`` shows nothing."""
 
     @abstractmethod
     def show_progress(self, comparison: Comparison) -> None:
@@ -88,14 +88,14 @@ class Live(ABC):
 
     @abstractmethod
     def show(self, result: ComparisonResult) -> None:
-        """Draw the result."""
+        """Draw the result of the comparison."""
 
     def is_due(self) -> bool:
-        """Return True if the next redraw is due."""
+        """Return True if enough time has passed for the next redraw."""
         return time.monotonic() >= self._next_seconds
 
     def update(self, comparison: Comparison) -> None:
-        """Show the current state of the comparison, also before training begins."""
+        """Show the current state of a comparison, and set the time of the next redraw."""
         began = time.thread_time()
         self._guard(lambda: self.show_progress(comparison))
         pause = (time.thread_time() - began) / MAX_SHARE
@@ -106,22 +106,22 @@ class Live(ABC):
         self._guard(lambda: self.show(result))
 
     def _guard(self, drawing: Callable[[], object]) -> None:
-        """Draw.  If drawing fails, print one message and let the training continue."""
+        """Call ``drawing``.  If it fails, print a message (only once) and continue the training."""
         try:
             drawing()
-        except Exception as error:  # noqa: BLE001  any drawing library may fail
+        except Exception as error:  # noqa: BLE001  matplotlib may raise any error
             if not self._has_failed:
                 self._has_failed = True
                 print(
-                    f"The figure cannot be drawn: {summary_of(error)}. The training continues, "
-                    "and its numbers are stored.",
+                    f"The figure cannot be drawn, because of this error: {summary_of(error)}. "
+                    "The training continues, and ddpnb stores its results.",
                     file=sys.stderr,
                 )
 
 
 @final
 class LiveFigureAndTable(Live):
-    """A line of progress and a figure while training, then the sentence, figure and table."""
+    """Shows progress and a figure during training, then the sentence, figure and table."""
 
     def __init__(self, options: PlotOptions = EVERYTHING) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class LiveFigureAndTable(Live):
         """Show everything under the current cell, even if another cell already shows it.
 
         Args:
-            text: shown until there is other content.
+            text: the text to show if there is no content yet.
         """
         if not self._line.appear():
             self.announce(text)
@@ -141,14 +141,14 @@ class LiveFigureAndTable(Live):
         self._table.appear()
 
     def announce(self, text: str) -> None:
-        """Show a text about the current work before there is a figure.  ``""`` shows nothing."""
+        """Show a text until there is a figure.  The text ``""`` shows nothing."""
         self._line.show({"text/plain": text, "text/html": f"<p>{escape(text)}</p>"})
         quiet = f'<p style="{QUIET}">{COMES_BACK}</p>'
         self._figure.show({"text/plain": COMES_BACK, "text/html": quiet} if text else NOTHING)
         self._table.show(NOTHING)
 
     def show_progress(self, comparison: Comparison) -> None:
-        """Draw the line of progress and the figure."""
+        """Show the line of progress and the figure."""
         from ddpnb.reports.figures.figure import draw  # noqa: PLC0415  matplotlib: 0.3 s
 
         self._line.show_table(progress_of(comparison, COMES_BACK))
@@ -156,7 +156,7 @@ class LiveFigureAndTable(Live):
         self._show_figure(Picture(figure, title(comparison)))
 
     def show(self, result: ComparisonResult) -> None:
-        """Show the sentence, figure and table of a result, and note the number of the cell."""
+        """Show a result: sentence, figure and table.  The result remembers the cell's number."""
         shell = get_ipython()
         result.shown_in_cell = None if shell is None else shell.execution_count
         self._line.show({"text/html": result.sentence_html(), "text/plain": result.sentence()})
@@ -164,7 +164,7 @@ class LiveFigureAndTable(Live):
         self._table.show({"text/html": result.table_html(), "text/plain": repr(result)})
 
     def _show_figure(self, picture: Picture) -> None:
-        """Show a figure, with a text for frontends that cannot show pictures."""
+        """Show a figure.  Frontends that cannot show pictures show its description."""
         png = base64.b64encode(picture.png()).decode()
         self._figure.show({"image/png": png, "text/plain": repr(picture)})
 
@@ -183,7 +183,7 @@ class LiveText(Live):
             print(text, file=sys.stderr)
 
     def show_progress(self, comparison: Comparison) -> None:
-        """Print the name of a run that has begun."""
+        """Print the name of the current run, if it has just begun."""
         runs = comparison.all_runs
         if len(runs) > self._num_runs:
             self.announce(f"run {len(runs)} of {len(comparison.specs)}: {runs[-1].name}")

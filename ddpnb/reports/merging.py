@@ -1,8 +1,8 @@
 """Merging the output of several ranks into one sequence (kernel).
 
-Each rank's output is a sequence of items: lines, displayed figures, values.  The merged sequence
-keeps the order of every rank.  If several ranks have the same next item, the item is shown once,
-labelled with all of these ranks.
+Each rank's output is a sequence of items: lines, displayed figures, values.  The items of each
+rank keep their order.  If several ranks have the same next item, ddpnb shows the item once, with
+a label that names these ranks.
 """
 
 import re
@@ -13,33 +13,33 @@ from dataclasses import dataclass, field
 from itertools import repeat
 
 HOLD_SECONDS = 0.25
-"""The time that an item waits for the same item from ranks that are still running.
+"""Seconds for which an item is held back, because other running ranks may print the same item.
 
-On the ranks, ipykernel sends printed text every 0.2 s.
+On each rank, ipykernel sends printed text every 0.2 s.
 """
 
 MAX_ROWS = 64
-"""The number of a stream's last lines that a progress bar can still return to."""
+"""Number of lines at the end of a stream that progress bars can still overwrite."""
 
 MOVES = re.compile(r"(\n|\x1b\[\d*[AB])")
-"""A line end, or an escape sequence that moves up (tqdm's ``position=1``) or down."""
+"""A line end, or an escape sequence that moves the cursor up or down (tqdm's ``position=1``)."""
 ERASES = re.compile(r"\x1b\[\d*[JK]")
-"""An escape sequence that erases the rest of a line.  A bar's next text replaces it anyway."""
+"""An escape sequence that erases text.  ddpnb drops it: the bar's next text replaces the line."""
 INCOMPLETE = re.compile(r"\x1b(\[\d*)?\Z")
 """The beginning of an escape sequence that is not complete yet."""
 REDRAWS = re.compile(r"\x1b\[\d*[ABJK]")
-"""An escape sequence that moves or erases, unlike a colour."""
+"""An escape sequence that moves the cursor or erases text.  Colours do not match."""
 
 
 Item = tuple[str, str]
-"""A piece of output that is shown as a whole: its kind and its text.
+"""The kind and the text of a piece of output that is shown as a whole.
 
 The kind is ``"stdout"``, ``"stderr"``, ``"bar"``, ``"display"``, ``"update"`` or ``"value"``.  The
-text is a line without its line end, or the bundle of a display as JSON that can be compared.
+text is a line without its line end, or the MIME bundle of a display as JSON with sorted keys.
 """
 
 Run = tuple[list[int], list[Item]]
-"""Some ranks, and successive items that all of these ranks share."""
+"""A list of ranks, and a list of successive items that these ranks have in common."""
 
 
 class OutputMerger:
@@ -54,31 +54,31 @@ class OutputMerger:
 
     @property
     def running(self) -> set[int]:
-        """The ranks that can still write."""
+        """The ranks that are still running the cell."""
         return {rank for rank, output in self._outputs.items() if output.is_running}
 
     def write(self, rank: int, stream: str, text: str) -> None:
-        """Add text that a rank wrote to ``"stdout"`` or ``"stderr"``."""
+        """Add text that a rank wrote to a stream, ``"stdout"`` or ``"stderr"``."""
         output = self._outputs[rank]
         if stream not in output.screens:
             output.screens[stream] = Screen(stream)
         output.add(output.screens[stream].write(text))
 
     def add(self, rank: int, items: Iterable[Item]) -> None:
-        """Add displays of a rank, or the value that the cell returned there."""
+        """Add displays of a rank, or the value that the cell returned on this rank."""
         self._outputs[rank].add(items)
 
     def put_back(self, rank: int, items: Sequence[Item]) -> None:
-        """Add items in front of all other items of a rank.  They do not wait for other ranks."""
+        """Add items before all other items of a rank.  These items do not wait for other ranks."""
         self._outputs[rank].items.extendleft(reversed(items))
         self._outputs[rank].since = 0.0
 
     def clear(self, rank: int) -> None:
-        """Drop the output of a rank that has not been taken yet."""
+        """Drop the output of a rank that ``take`` has not returned yet."""
         self._outputs[rank] = RankOutput(is_running=self._outputs[rank].is_running)
 
     def finish(self, rank: int) -> None:
-        """Note that a rank has finished writing, which completes its last lines."""
+        """Mark a rank as finished, and complete its last lines."""
         output = self._outputs[rank]
         output.is_running = False
         for screen in output.screens.values():
@@ -86,7 +86,7 @@ class OutputMerger:
         output.screens.clear()
 
     def unfinished(self) -> dict[str, list[int]]:
-        """Return the unfinished lines (progress bars) as they look now, with their ranks."""
+        """Return the current text of each unfinished line (progress bar), and its ranks."""
         lines: dict[str, list[int]] = {}
         for rank, output in self._outputs.items():
             for screen in output.screens.values():
@@ -125,7 +125,7 @@ class OutputMerger:
         return runs
 
     def _ready(self, *, at_once: bool) -> "dict[int, RankOutput]":
-        """Return the ranks with items to show, or nothing while other ranks may catch up."""
+        """Return the outputs that have items to show, or ``{}`` while other ranks may catch up."""
         ready = {rank: output for rank, output in self._outputs.items() if output.items}
         if len(ready) == len(self._outputs) or not ready or at_once:
             return ready
@@ -136,9 +136,9 @@ class OutputMerger:
 
 
 def choose(heads: Mapping[int, Item], ahead: Mapping[int, Counter[Item]]) -> Item:
-    """Choose an item to show from the ranks' next items.
+    """Return the item to show next, from the next item of each rank.
 
-    The chosen item is not among any other rank's later items, so equal items stay together.
+    If possible, no other rank has this item among its later items, so equal items stay together.
     """
     for item in heads.values():
         if all(head == item or not ahead[rank][item] for rank, head in heads.items()):
@@ -152,20 +152,20 @@ class RankOutput:
 
     items: deque[Item] = field(default_factory=deque)
     screens: "dict[str, Screen]" = field(default_factory=dict)
-    """The last lines of each stream."""
+    """The last lines of each stream, by the stream's name."""
     since: float = 0.0
-    """The time at which the oldest of ``items`` arrived, on the monotonic clock."""
+    """Arrival time of the oldest item in ``items``, in seconds of the monotonic clock."""
     is_running: bool = True
 
     def add(self, items: Iterable[Item]) -> None:
-        """Append items."""
+        """Append items that the rank has written."""
         if not self.items:
             self.since = time.monotonic()
         self.items.extend(items)
 
 
 class Screen:
-    """The last lines of a stream as a terminal shows them, so that progress bars can return.
+    """The last lines of a stream as a terminal shows them.  Progress bars can overwrite them.
 
     Args:
         stream: ``"stdout"`` or ``"stderr"``.
@@ -175,7 +175,7 @@ class Screen:
         self._stream = stream
         self._rows = [""]
         self._row = 0
-        """Index of the line that receives the next text."""
+        """Index of the line to which the next text is added."""
         self._has_moved = False
         self._incomplete = ""
 
@@ -199,12 +199,12 @@ class Screen:
         return self._finished()
 
     def rest(self) -> list[Item]:
-        """Return the remaining lines when the stream ends."""
+        """Return the lines that are left when the stream ends."""
         rows = self._rows if self._rows[-1] else self._rows[:-1]
         return self._items(rows)
 
     def lines(self) -> list[str]:
-        """Return the remaining lines as they look now."""
+        """Return the current text of the lines that are not finished yet."""
         return [line for row in self._rows if (line := visible(row)).strip()]
 
     def _go_to(self, row: int) -> None:
@@ -214,7 +214,7 @@ class Screen:
         self._rows += [""] * (self._row + 1 - len(self._rows))
 
     def _finished(self) -> list[Item]:
-        """Remove and return lines that cannot change: plain lines, and bars above a plain line."""
+        """Remove and return the lines up to the last plain line.  They cannot change any more."""
         above = enumerate(self._rows[: self._row], start=1)
         plain = [n for n, row in above if not is_bar(row) and (row or not self._has_moved)]
         count = max(plain[-1] if plain else 0, min(len(self._rows) - MAX_ROWS, self._row))
@@ -228,7 +228,7 @@ class Screen:
 
 
 def redraws(text: str) -> bool:
-    """Return True if the text belongs to a bar, False for plain or coloured text."""
+    """Return True if the text is part of a progress bar, False if it is plain or coloured text."""
     return "\r" in text or ("\x1b" in text and REDRAWS.search(text) is not None)
 
 
@@ -243,7 +243,7 @@ def visible(line: str) -> str:
 
 
 def shortened(row: str) -> str:
-    """Return a bar's line without the texts that were replaced."""
+    """Return the line of a progress bar without the parts that later text has replaced."""
     if not is_bar(row):
         return row
     return f"\r{visible(row)}" + "\r" * row.endswith("\r")

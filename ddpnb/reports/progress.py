@@ -1,4 +1,4 @@
-"""The progress of a comparison, as one line (kernel)."""
+"""The progress of a comparison in one line (kernel)."""
 
 import math
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ from ddpnb.reports.table import QUIET, dot
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """One line of progress: HTML with a bar in a notebook, text elsewhere."""
+    """One line of progress.  A notebook shows HTML with a bar; a terminal shows text."""
 
     text: str
     share: float
     """The part of the run that is finished, from 0 to 1."""
     colour: str
     quiet: str = ""
-    """A fainter text below the line in a notebook."""
+    """A faint text that a notebook shows below the line."""
 
     def html(self) -> str:
-        """Return the bar, the line, and the quiet text below."""
+        """Return the bar, the line, and below it the text ``quiet``."""
         return (
             '<div style="font-variant-numeric:tabular-nums;padding:.25em .2em;white-space:nowrap">'
             f'<progress value="{self.share:.3f}" style="width:11em;margin-right:.8em"></progress>'
@@ -103,7 +103,7 @@ def _numbers(run: RunSnapshot) -> list[str]:
 
 
 def _seconds_left(run: RunSnapshot, share: float) -> float | None:
-    """Return the remaining time of the current run, or None if it is unknown."""
+    """Return the remaining seconds of the current run, or None if they are unknown."""
     if run.num_events == 0 or not run.is_running or not 0 < share < 1:
         return None
     seconds = run.evaluating.seconds if run.evaluating else run.seconds
@@ -111,7 +111,7 @@ def _seconds_left(run: RunSnapshot, share: float) -> float | None:
 
 
 def _in_all(comparison: Comparison, left: float) -> str:
-    """Return the remaining time of all runs, if later runs take as long as earlier runs."""
+    """Return the remaining time of all runs, estimated from the time of earlier runs."""
     runs, num_to_come = comparison.all_runs, len(comparison.specs) - len(comparison.all_runs)
     if len(runs) < 2 or num_to_come <= 0:
         return ""

@@ -1,4 +1,4 @@
-"""The result of a comparison, which you can show, save and export (kernel)."""
+"""The result of a comparison: you can show, save and export it (kernel)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,26 +27,26 @@ if TYPE_CHECKING:
 
 NUM_COLUMNS = 5
 SCORES = ("held-out accuracy", "held-out loss", "final loss")
-"""Score columns.  The short table has the first of them that exists."""
+"""Titles of the score columns.  The short table has the first of these columns that exists."""
 ORDER = ("lr", "samples/s", "speed-up", "efficiency", "exposed")
-"""Other columns of the short table; the last two only if targets and scores leave room."""
+"""Titles of other columns.  The short table has the last two columns only if there is room."""
 
 FIGURE = (
-    "Curves: the faint line shows every update, the strong line a moving average. With several "
-    "repeats, faint lines are the repeats and the strong line is their median.",
-    "Samples per second: the outline is the ideal (devices × single). The thick mark is the speed "
-    "of no-comm, the same training without communication. The thin line is the range.",
+    "Curves: the faint line shows every update, and the strong line is a moving average. If there "
+    "are several repeats, each faint line is a repeat, and the strong line is their median.",
+    "Samples per second: the outline is the ideal (number of devices × single). The thick mark is "
+    "the speed of no-comm, the same training without communication. The thin line is the range.",
     "Time of one step: the mean over ranks and steps. Hidden communication overlaps with the "
-    "backward pass, but uses a core's time on a CPU. Exposed is communication and waiting "
+    "backward pass, but uses a core's time on a CPU. Exposed means communication or waiting "
     "during which the rank computes nothing.",
-    "Own work by rank appears if a rank is slow or dies, memory if strategies differ in it, and "
-    "staleness if updates are stale. --panels all shows every panel.",
+    "Own work by rank appears if a rank is slow or dies. Memory appears if strategies need "
+    "different amounts. Staleness appears if updates are stale. --panels all shows every panel.",
 )
 
 
 @final
 class ComparisonResult(Shown):
-    """The result of a comparison that ran in this kernel or is stored."""
+    """The result of a comparison that this kernel ran, or of a stored comparison."""
 
     endings: ClassVar = {
         ".csv": "one row per step of each worker",
@@ -67,21 +67,21 @@ class ComparisonResult(Shown):
         self.comparison = comparison
         self.options = options
         self._model_of = model_of
-        """A function that returns the trained model of a run, or None for a stored result."""
+        """A function that returns the trained model of a run.  None if the result was stored."""
         self.remark = ""
-        """A sentence about the measurement, shown after the computed sentence."""
+        """A sentence about the measurement.  It is shown after the computed sentence."""
         self.shown_in_cell: int | None = None
-        """Number of the cell that already shows the result, to avoid showing it twice."""
+        """Number of the cell that already shows the result.  This cell does not show it again."""
 
     def table(self) -> Table:
-        """Return one row per strategy: speed, cost of communication, scores.  Notes follow."""
+        """Return the table: one row per strategy with its speed, communication and scores."""
         return results_table(self.comparison, self.options.target)
 
     def plot(self, **options: Any) -> Picture:
-        """Return the figure, with the comparison's options or other options.
+        """Return the figure.
 
         Args:
-            **options: the options of ``%ddp_plot``: ``log``, ``target``, ``panels``.
+            **options: ``log``, ``target`` or ``panels``.  They replace the comparison's options.
         """
         from ddpnb.reports.figures.figure import draw  # noqa: PLC0415 - matplotlib takes 0.3 s
 
@@ -89,11 +89,11 @@ class ComparisonResult(Shown):
         return Picture(draw(self.comparison, chosen), self.sentence())
 
     def pictures(self) -> list[Picture]:
-        """Return the figure."""
+        """Return a list that contains the figure."""
         return [self.plot()]
 
     def sentence(self) -> str:
-        """Return one computed sentence that summarises the comparison."""
+        """Return a sentence that summarises the comparison, computed from its runs."""
         return sentence(self.comparison, self.options.target)
 
     def sentence_html(self) -> str:
@@ -101,7 +101,7 @@ class ComparisonResult(Shown):
         return "".join(f"<p>{escape(each)}</p>" for each in self._sentences())
 
     def table_html(self) -> str:
-        """Return the HTML below a figure: five columns, and all columns in a folded part."""
+        """Return the HTML below a figure: a table with five columns, and the folded full table."""
         table = self.table()
         return replace(five_columns(table), caption="").html() + how_to_read(table)
 
@@ -113,10 +113,10 @@ class ComparisonResult(Shown):
         """Return the ``torch.nn.Module`` that a strategy trained in its last repeat.
 
         Rank 0 keeps one model of each strategy in memory until the next comparison.  Each call
-        imports torch and copies the model to the CPU of the notebook.
+        imports torch and copies the model from rank 0 to the notebook's CPU memory.
 
         Raises:
-            UserError: the model was not trained here, or rank 0 no longer has it.
+            UserError: this kernel did not train the model, or rank 0 no longer has the model.
         """
         trained = (run for run in self.comparison.runs if run.spec and not run.spec.is_ceiling)
         runs = {run.name: run for run in trained}
@@ -125,7 +125,7 @@ class ComparisonResult(Shown):
         if self._model_of is None:
             raise UserError(
                 f"The model of {strategy} is not available, because stored runs have no models. "
-                "Only the latest comparison has models, in the kernel that trained them."
+                "Only the latest comparison has models, and only in the kernel that trained them."
             )
         return self._model_of(runs[strategy].run_id)
 
@@ -138,7 +138,7 @@ class ComparisonResult(Shown):
         return steps_frame(self.comparison)
 
     def text(self) -> str:
-        """Return the sentence, five columns and the notes."""
+        """Return the sentence, the table with five columns, and the notes."""
         table = self.table()
         notes = (*table.notes, "result.table() has all columns")
         shown = replace(five_columns(table), notes=notes)
@@ -149,7 +149,7 @@ class ComparisonResult(Shown):
         return self.sentence_html() + images + self.table_html()
 
     def content(self, ending: str) -> bytes:
-        """Return the content of a file with one of ``endings``, except ``.py``."""
+        """Return the bytes of a file with this ending, which cannot be ``.py``."""
         match ending:
             case ".csv":
                 return str(self.steps().to_csv(index=False)).encode()
@@ -164,7 +164,7 @@ class ComparisonResult(Shown):
         return super().content(ending)
 
     def write(self, target: Path, ending: str) -> str:
-        """Write a file.  Return its description, and for a script also the command to run it."""
+        """Write a file, and return its description.  A script's description has its command."""
         if ending == ".py":
             return write_script(self.comparison, target)
         return super().write(target, ending)
@@ -173,17 +173,17 @@ class ComparisonResult(Shown):
         return [self.sentence(), *filter(None, [self.remark])]
 
     def _ipython_display_(self) -> None:
-        """Show nothing if the cell already shows the result; otherwise use the MIME bundle."""
+        """Show the result, unless the current cell already shows it."""
         shell = get_ipython()
         if shell is None or shell.execution_count != self.shown_in_cell:
-            raise NotImplementedError  # makes IPython use the bundle
+            raise NotImplementedError  # so IPython shows the MIME bundle
 
 
 # -- tables below a figure ------------------------------------------------------------------
 
 
 def five_columns(table: Table) -> Table:
-    """Return the five most important columns, without ranges and notes."""
+    """Return a table with the five most important columns, without ranges and notes."""
     titles = [column.title for column in table.columns]
     score = next((title for title in SCORES if title in titles), "")
     own = [t for t in titles if t.startswith(("to ", "held-out ")) and t not in SCORES]
@@ -201,7 +201,7 @@ def five_columns(table: Table) -> Table:
 
 
 def how_to_read(table: Table) -> str:
-    """Return all columns, formulas and notes as HTML that is folded until you click it."""
+    """Return the HTML of all columns, formulas and notes.  It is folded until you click it."""
     whole = replace(table, notes=())
     formulas = [f"{each.title}: {each.about}" for each in table.columns if each.about]
     lists = _list("Notes", table.notes) + _list("The figure", FIGURE) + _list("Columns", formulas)

@@ -1,6 +1,6 @@
 """The result of a comparison as one sentence: first failures, then speeds and scores (kernel).
 
-``history.claims`` decides which speeds differ.  The sentence makes no claims about accuracy.
+``history.claims`` decides which speeds differ.  The sentence never says which accuracy is better.
 """
 
 import math
@@ -32,11 +32,11 @@ ENDED = {Status.FAILED: "failed", Status.STOPPED: "was stopped"}
 
 
 def sentence(comparison: Comparison, target: Target | None = None) -> str:
-    """Return one sentence about speed, scores and failures, as far as they are known.
+    """Return one sentence about the failures, speeds and scores of a comparison.
 
     Args:
-        comparison: the runs.
-        target: the sentence says when each run reached this target, or None.
+        comparison: the comparison.
+        target: if given, the sentence also says when each strategy reached this target.
     """
     summaries = summarise(comparison, target)
     done = [s for s in summaries if s.status is Status.FINISHED and not s.is_ceiling]
@@ -53,18 +53,18 @@ def sentence(comparison: Comparison, target: Target | None = None) -> str:
         return "No run has finished yet."
     if devices := emulated_devices(comparison):
         text += f"; times are computed for {devices}"
-    is_name = text.startswith(tuple(s.label for s in summaries))  # names keep their lower case
+    is_name = text.startswith(tuple(s.label for s in summaries))  # names stay in lower case
     return f"{text if is_name else text[0].upper() + text[1:]}."
 
 
 def _alone(done: Sequence[StrategySummary]) -> str:
-    """Return the speeds of runs that cannot be compared with other runs."""
+    """Return the speed of each strategy, for a comparison without speeds to compare."""
     rates = [(s.label, s.samples_per_second.middle) for s in done]
     return listed([f"{name} ran at {number(r)} samples/s" for name, r in rates if math.isfinite(r)])
 
 
 def _speeds(done: Sequence[StrategySummary]) -> str:
-    """Return each speed relative to the reference: claims, small differences, open questions."""
+    """Return each strategy's speed relative to the reference, and how certain the ratio is."""
     if (ratios := ratios_of(done)) is None:
         return ""
     reference, speeds = ratios
@@ -96,7 +96,7 @@ def _speeds(done: Sequence[StrategySummary]) -> str:
 
 
 def _between(ratio: Ratio) -> str:
-    """Return an interval, and the number of repeats that would confirm the ratio."""
+    """Return a ratio's interval, and the number of repeats that would confirm the ratio."""
     text = f"between {ratio.low:.2f}× and {ratio.high:.2f}×"
     if num := ratio.num_repeats_needed:
         text += f" (about {num} repeats would be enough to show {ratio.middle:.2f}×)"
@@ -104,7 +104,7 @@ def _between(ratio: Ratio) -> str:
 
 
 def _in_few_runs(few: Sequence[tuple[str, Ratio]], base: str, *, is_computed: bool) -> str:
-    """Return the speeds of one run or two runs.  Emulated devices' speeds do not vary."""
+    """Return relative speeds from one or two runs, with a range if the speeds were measured."""
     texts = [f"{name} reaches {r.middle:.2f}×{'' if is_computed else _span(r)}" for name, r in few]
     speeds = f"{listed(texts)} the samples/s of {base}"
     if is_computed:
@@ -114,7 +114,7 @@ def _in_few_runs(few: Sequence[tuple[str, Ratio]], base: str, *, is_computed: bo
 
 
 def _span(ratio: Ratio) -> str:
-    """Return the two ratios of two repeats, or the range over the tenths of one run."""
+    """Return the ratios of two repeats.  For one repeat, return the range within the run."""
     if math.isnan(ratio.low):
         return ""
     ends = f"{ratio.low:.2f} to {ratio.high:.2f}"
@@ -124,7 +124,7 @@ def _span(ratio: Ratio) -> str:
 
 
 def _reached(done: Sequence[StrategySummary], target: Target) -> str:
-    """Return the time at which each strategy reached the target, and which strategies missed it."""
+    """Return when each strategy reached the target, and which strategies missed the target."""
     reached = sorted(
         (s for s in done if math.isfinite(s.seconds_to_target.middle) and not s.is_emulated),
         key=lambda s: s.seconds_to_target.middle,
@@ -146,7 +146,7 @@ def _reached(done: Sequence[StrategySummary], target: Target) -> str:
 
 
 def _scores(done: Sequence[StrategySummary]) -> Iterator[str]:
-    """Yield the strategies' values of each held-out score, without a claim about the best."""
+    """Yield a text for each held-out score: the scores of all strategies, without a ranking."""
     for name, quantity in quantities_of(done).items():
         if name.startswith("held-out ") and name != "held-out loss":
             by_score: dict[str, list[str]] = {}
@@ -161,7 +161,7 @@ def _scores(done: Sequence[StrategySummary]) -> Iterator[str]:
 
 
 def _error(done: Sequence[StrategySummary]) -> str:
-    """Return how precise the accuracies are, if the number of held-out samples is known."""
+    """Return the standard error of the accuracies, or ``""`` if it cannot be computed."""
     shares = [accuracy_of(s) for s in done]
     shares = [share for share in shares if math.isfinite(share)]
     num = min((s.num_held_out for s in done if s.num_held_out), default=0)

@@ -1,6 +1,6 @@
 """The style of figures: the user's options, and the look of each strategy (kernel).
 
-``catalogue.STRATEGIES`` has the colours, lines and markers of the built-in strategies.
+``catalogue.STRATEGIES`` defines the colour, line and marker of each built-in strategy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ class PlotOptions:
     log: bool = option(False, "draw losses on a logarithmic axis")
     target: Target | None = option(
         None,
-        "show when each run reaches this training loss, or accuracy=0.95 on held-out samples",
+        "show when each run reaches this training loss, or this held-out accuracy (accuracy=0.95)",
         from_text=parse_target,
         example="LOSS",
     )
-    panels: str = option("", "draw every panel", choices=("all",), example="all")
+    panels: str = option("", "draw all panels", choices=("all",), example="all")
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -38,7 +38,7 @@ MUTED = "#5b626b"
 RULE = "#e3e6ea"
 """The colour of grid lines and the frame."""
 PAPER = "#ffffff"
-"""The background of figures, which look the same in light and dark notebooks."""
+"""The background colour of figures, in light and in dark notebooks."""
 
 PART_COLOURS = {
     "data": "#d9c7b8",
@@ -48,7 +48,7 @@ PART_COLOURS = {
     "communication": "#d1495b",
     "waiting": "#edae49",
 }
-"""The parts of a step in order: cool colours for computing, warm for communication and waiting."""
+"""Colours of the parts of a step, in their order.  Communication and waiting have warm colours."""
 
 MEMORY_COLOURS = {
     "parameters": "#4a7c6f",
@@ -56,7 +56,7 @@ MEMORY_COLOURS = {
     "optimizer": "#cdb65a",
     "activations": "#b79cbd",
 }
-"""The parts of a rank's memory."""
+"""Colours of the parts of a rank's memory."""
 
 FONT_POINTS = 13.0
 SMALL_POINTS = 12.0
@@ -71,11 +71,11 @@ LINES: Mapping[Dashes, str | tuple[float, tuple[float, ...]]] = {
     "dash-dot-dot": (0, (5.0, 1.4, 1.0, 1.4, 1.0, 1.4)),
     "long-short": (0, (6.0, 1.6, 2.6, 1.6)),
 }
-"""Matplotlib's line styles for each kind of dashes."""
+"""Matplotlib's line style for each kind of dashes."""
 
 
 def ink_of(style: Style) -> str:
-    """Return a text colour, darkened until its contrast on white is 4.5 (WCAG 2.2, AA)."""
+    """Return a strategy's text colour: dark enough for a contrast of 4.5 (WCAG 2.2, level AA)."""
     colour = style.colour
     while contrast_on_white(colour) < 4.5:
         colour = _darkened(colour, 0.96)
@@ -88,7 +88,7 @@ def _darkened(colour: str, factor: float) -> str:
 
 
 def contrast_on_white(colour: str) -> float:
-    """Return the contrast ratio of a colour on white, from 1 to 21, as WCAG defines it."""
+    """Return WCAG's contrast ratio of a colour on white, a number from 1 to 21."""
     shares = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [s / 12.92 if s <= 0.04045 else ((s + 0.055) / 1.055) ** 2.4 for s in shares]
     luminance = sum(w * s for w, s in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
@@ -103,7 +103,7 @@ SPARE_STYLES: Sequence[Style] = (
     Style("#6b3410", "dash-dot-dot", "<"),
     Style("#128a8a", "long-short", ">"),
 )
-"""Styles for hand-written loops, and for strategies that are the user's own classes."""
+"""Styles for hand-written loops, and for strategies that users define as classes."""
 
 
 def style_of(name: str, among: Sequence[str] = (), shade: int = 0) -> Style:
@@ -111,9 +111,9 @@ def style_of(name: str, among: Sequence[str] = (), shade: int = 0) -> Style:
 
     Args:
         name: the name of the strategy, variant (``"ddp:hook=fp16"``) or loop.
-        among: all names in the figure.  Loops and variants get different styles while there
-            are enough styles.
-        shade: 0 for the first comparison in the figure.  Each further comparison is darker.
+        among: all names in the figure.  Loops and variants get different styles if there are
+            enough styles.
+        shade: number of the comparison in the figure, from 0.  Later comparisons are darker.
     """
     base, _, options = name.partition(":")
     if base in STRATEGIES:
@@ -121,7 +121,7 @@ def style_of(name: str, among: Sequence[str] = (), shade: int = 0) -> Style:
     else:
         bases = {other.partition(":")[0] for other in (name, *among)} - STRATEGIES.keys()
         style = SPARE_STYLES[sorted(bases).index(base) % len(SPARE_STYLES)]
-    if options:  # a variant's dashes differ from its strategy's and other variants' dashes
+    if options:  # give each variant of a strategy different dashes
         family = sorted({other for other in (name, *among) if other.startswith(f"{base}:")})
         free = [dashes for dashes in LINES if dashes not in ("solid", style.dashes)]
         style = style._replace(dashes=free[family.index(name) % len(free)], is_hollow=True)

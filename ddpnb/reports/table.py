@@ -1,8 +1,8 @@
 """Tables as HTML and as text (kernel).
 
-The page determines colours and fonts, so a table fits a light and a dark theme.  Each element has
-its styles, because Jupyter drops the style sheets of notebooks that it does not trust.  All text
-is escaped.
+A table uses the colours and fonts of the page, so it suits light and dark themes.  Styles are
+attributes of elements, because Jupyter drops the style sheets of untrusted notebooks.  All text is
+escaped.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ STICKY = (
     "position:sticky;left:0;z-index:1;"
     "background:var(--jp-layout-color0,var(--vscode-editor-background,Canvas));"
 )
-"""The style of the first column, which stays visible while other columns scroll under it."""
+"""The style of the first column.  This column stays visible when you scroll to the right."""
 ROW_HEAD = f"{CELL}{STICKY}text-align:left;font-weight:600;"
 BROKEN = "min-width:13em;overflow-wrap:anywhere;white-space:normal;"
 TABLE = (
@@ -29,24 +29,24 @@ TABLE = (
 )
 CAPTION = "text-align:left;caption-side:top;padding:.3em .5em;color:inherit;font-weight:600"
 SCROLLER = "overflow-x:auto;scrollbar-width:thin;max-width:100%;margin:.4em 0;"
-"""The style of the element around a table, which scrolls if the table is too wide for the page."""
+"""The style of the element around a table.  It has a scroll bar if the table is too wide."""
 QUIET = "opacity:.72;font-size:.88em;font-weight:400;"
 RIM = "box-shadow:0 0 0 1px rgba(128,128,128,.4);"
-"""The rim of a dot, which makes dark dots visible on black and pale dots visible on white."""
+"""The rim of a dot.  It makes dark dots visible on black, and pale dots visible on white."""
 
 MAX_CELL_CHARACTERS = 28
-"""The longest text of a cell on one line.  Longer text is broken into lines."""
+"""Maximum number of characters in one line of a cell.  Longer text is broken into lines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """The head of a column, and the layout of its cells."""
+    """The title of a column, and the layout of its cells."""
 
     title: str
     is_number: bool = False
-    """True if the cells are aligned at the right."""
+    """True if the cells are numbers.  They are aligned at the right."""
     is_prose: bool = False
-    """True if the cells are sentences, which are broken into lines."""
+    """True if the cells are sentences.  Long sentences are broken into lines."""
     about: str = ""
     """An explanation that appears when the pointer is on the column's title."""
 
@@ -57,17 +57,17 @@ class Cell:
 
     text: str
     quiet: str = ""
-    """A fainter text after or below the main text, such as a range or a unit."""
+    """A faint text after or below the main text, such as a range or a unit."""
     dot: str = ""
     """The colour of a dot before the text, e.g. ``"#3f90da"``."""
     is_hollow: bool = False
-    """True if the dot is an outline, like the marker of a variant."""
+    """True if the dot is drawn as an outline, like the marker of a variant in figures."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A table: HTML in a notebook, text elsewhere.  The first cell of a row is its heading."""
+    """A table, as HTML in notebooks and as text elsewhere.  A row's first cell is its heading."""
 
     caption: str
     columns: tuple[Column, ...]
@@ -79,7 +79,7 @@ class Table:
         assert all(len(row) == len(self.columns) for row in self.rows)
 
     def html(self) -> str:
-        """Return the table as HTML, with scopes for screen readers."""
+        """Return the table as HTML, with ``scope`` attributes for screen readers."""
         head = "".join(
             _head(column, STICKY if index == 0 else "") for index, column in enumerate(self.columns)
         )
@@ -112,7 +112,7 @@ class Table:
         )
         for title in (column.title for column in self.columns if column.is_number):
             texts = frame[title].astype(str).str.replace(",", "")
-            with contextlib.suppress(ValueError):  # such as "64 per worker"
+            with contextlib.suppress(ValueError):  # a text such as "64 per worker"
                 frame[title] = pd.to_numeric(texts.where(texts.str.contains(r"\d")))
         return frame
 
@@ -121,12 +121,12 @@ class Table:
 
 
 def table_row(*shown: Cell | str | int) -> tuple[Cell, ...]:
-    """Return a row of cells.  Texts and numbers become cells."""
+    """Return a row of cells.  Strings and numbers are converted to cells."""
     return tuple(each if isinstance(each, Cell) else Cell(text=str(each)) for each in shown)
 
 
 def dot(colour: str, is_hollow: bool = False) -> str:
-    """Return a small disc or ring as HTML that screen readers skip."""
+    """Return the HTML of a small disc, or of a ring if ``is_hollow``.  Screen readers skip it."""
     inside = "transparent" if is_hollow else escape(colour)
     return (
         '<span aria-hidden="true" style="display:inline-block;width:.7em;height:.7em;'
@@ -158,7 +158,7 @@ def _row(columns: Sequence[Column], row: Sequence[Cell]) -> str:
 
 
 def _inner(cell: Cell, *, below: bool) -> str:
-    """Return the HTML of a cell, with the ``quiet`` text after or below the main text."""
+    """Return the HTML of a cell.  ``below`` puts the ``quiet`` text below the main text."""
     place = "display:block;" if below else ""
     quiet = f' <span style="{place}{QUIET}">{escape(cell.quiet)}</span>' if cell.quiet else ""
     return (dot(cell.dot, cell.is_hollow) if cell.dot else "") + escape(cell.text) + quiet

@@ -82,7 +82,7 @@ def test_what_emulated_devices_need_is_said(kernel: Kernel):
     refused = kernel.run(f"%ddp_compare {line.replace('--devices 2', '--devices 8')}").error_text
     assert "--devices 8 needs 8 ranks, but the cluster has 2. Run %ddp_restart -n 8" in refused
     lonely = kernel.run("%ddp_compare ddp --task digits --compute 1ms/sample").error_text
-    assert "--compute describes emulated devices" in lonely
+    assert "--compute needs emulated devices" in lonely
 
 
 CLOSENESS = {
@@ -107,7 +107,7 @@ def test_a_prediction_goes_through_the_points_of_emulated_devices(kernel: Kernel
     ratios = kernel.value("{name: seen[name] / at[name].samples_per_second for name in at}")
     for name, ratio in eval(str(ratios)).items():
         assert ratio == pytest.approx(1, abs=CLOSENESS[name]), name
-    assert kernel.run("found").text.count("Computed as in cards: 2 emulated V100") == 1
+    assert kernel.run("found").text.count("Computed for the devices of cards: 2 emulated V100") == 1
 
 
 def test_the_cell_form_and_assignment(kernel: Kernel):
@@ -135,7 +135,7 @@ WRONG = {
     "rates": (
         "--name lines\n",
         "--lr 0.1,0.2\ndef optimizer(params): ...\n",
-        "A choice of --lr applies only to the default optimizer, but the cell defines optimizer",
+        "Several values of --lr need the default optimizer, but the cell defines optimizer(params)",
     ),
     "sizes": ("96, 4", "96 + rank, 4", "has 96 samples on rank 0 and 97 samples on rank 1"),
     "ranks": ("--epochs 1", "--slow 7:3x", "There is no rank 7. The ranks are 0-1"),

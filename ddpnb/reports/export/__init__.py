@@ -1,1 +1,1 @@
-"""Exported files for other tools (kernel)."""
+"""Export of comparisons to files for other tools (kernel)."""

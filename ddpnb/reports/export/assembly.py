@@ -1,6 +1,7 @@
 """Assembly of a script's text from the statements of several files (kernel).
 
-The files are read and never imported, because they need torch and the kernel does not import it.
+ddpnb parses these files but never imports them, because they need torch.  The kernel does not
+import torch.
 """
 
 import ast
@@ -17,7 +18,7 @@ CELL_NAMES = (
     *("model", "data", "loss", "collate_fn", "optimizer"),
     *("training_step", "validation_step", "metric"),
 )
-"""Names that a cell can define and that the files use."""
+"""Names that a cell can define, and that the files of the script then use."""
 
 
 class Import(NamedTuple):
@@ -34,21 +35,21 @@ class Import(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The full path of the imported object, the same for every form of import."""
+        """The full path of the imported object.  It does not depend on the form of the import."""
         if self.name:
             return f"{self.module}.{self.name}"
         return self.root if self.bound == self.root else self.module
 
 
 class Statement(NamedTuple):
-    """A statement at the top of a file, with the comments above it."""
+    """A top-level statement of a file, with the comments above the statement."""
 
     text: str
     bound: frozenset[str]
     used: frozenset[str]
     """Global names that the statement uses, including Python's built-ins."""
     is_block: bool
-    """True if two blank lines surround the statement."""
+    """True if the statement needs two blank lines above and below, like a function."""
 
 
 class Source(NamedTuple):
@@ -64,16 +65,16 @@ class Source(NamedTuple):
 
     @property
     def unknown(self) -> set[str]:
-        """The names that are used but neither defined nor imported."""
+        """The names that the statements use, but that are neither defined nor imported."""
         used = {name for each in self.statements for name in each.used}
         return used - self.bound - {each.bound for each in self.imports}
 
 
 def parse(text: str) -> Source:
-    """Return the imports and statements of a text, without its docstring.
+    """Return the imports and statements of Python code, without the module's docstring.
 
     Raises:
-        SyntaxError: the text is not Python.
+        SyntaxError: the text is not Python code.
     """
     nodes, lines = ast.parse(text).body, text.splitlines()
     imports: list[Import] = []
@@ -87,9 +88,9 @@ def parse(text: str) -> Source:
             imports += _imports(node)
             comments += [line for line in chunk if line.startswith("#")]
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if chunks:  # it describes the statement above
+            if chunks:  # the docstring of the field above
                 chunks[-1] += chunk
-        elif chunk or isinstance(above, ast.Import | ast.ImportFrom):  # otherwise on the same line
+        elif chunk or isinstance(above, ast.Import | ast.ImportFrom):  # skip if on the same line
             chunks.append([*comments, *(chunk or [ast.unparse(node)])])
             comments = []
     if chunks:
@@ -103,13 +104,13 @@ def needed(
     """Return the imports, statements and names that a script needs, directly or indirectly.
 
     Args:
-        roots: the names that the script uses first.
-        sources: the files.  Later files override earlier files.
-        own: the cell, which overrides all files for the names that a cell can define.
-        settings: names with a value, which override statements.
+        roots: the names that the script's main part uses.
+        sources: the files.  If two files define a name, the later file is used.
+        own: the user's cell.  Names in ``CELL_NAMES`` that it defines replace the files' names.
+        settings: names of settings.  Statements that define these names are not needed.
 
     Raises:
-        UserError: the cell uses a needed name for something else.
+        UserError: the cell defines a name that the script needs for something else.
     """
     defined = {name: each for file in sources for each in file.statements for name in each.bound}
     imported = {each.bound: each for file in sources for each in file.imports}
@@ -123,8 +124,8 @@ def needed(
             continue
         if name in known and (name not in imported or imported[name].path != known[name]):
             raise UserError(
-                f"The cell defines {name}, but the script needs this name for something else. "
-                "Use another name in the cell."
+                f"The cell defines {name}, but the exported script needs this name for something "
+                "else. Use another name in the cell."
             )
         found.add(name)
         if name in defined and name not in settings:
@@ -134,7 +135,7 @@ def needed(
 
 
 def imports_text(imports: Iterable[Import]) -> str:
-    """Return import statements that are sorted and wrapped like ruff's."""
+    """Return the text of import statements, sorted and wrapped as ruff does it."""
     named: dict[tuple[int, bool, str, str], list[str]] = {}
     for each in dict.fromkeys(imports):
         kind = 0 if each.root == "__future__" else 1 if each.root in sys.stdlib_module_names else 2
@@ -154,7 +155,7 @@ def imports_text(imports: Iterable[Import]) -> str:
 
 
 def joined(statements: Sequence[Statement]) -> str:
-    """Return statements as one text, with two blank lines around functions and classes."""
+    """Return the text of statements, with two blank lines around functions and classes."""
     text = ""
     for above, each in zip([None, *statements], statements, strict=False):
         is_far = above is not None and (above.is_block or each.is_block)
@@ -163,7 +164,7 @@ def joined(statements: Sequence[Statement]) -> str:
 
 
 def _statement(text: str) -> Statement:
-    """Return a statement with its names, and keep one blank line above the statement."""
+    """Return a statement with its names.  A blank line above the statement is kept."""
     used: set[str] = set()
     bound: set[str] = set()
     tables = [symtable.symtable(text, "", "exec")]
@@ -180,7 +181,7 @@ def _statement(text: str) -> Statement:
 
 
 def _imports(node: ast.Import | ast.ImportFrom) -> Iterator[Import]:
-    """Yield the imported names, except imports from ddpnb."""
+    """Yield the names that a statement imports, except names of ddpnb."""
     module = getattr(node, "module", "")
     for each in node.names:
         if isinstance(node, ast.Import):
@@ -190,8 +191,8 @@ def _imports(node: ast.Import | ast.ImportFrom) -> Iterator[Import]:
             return
         elif each.name == "*":
             raise UserError(
-                f"The cell imports * from {module}, but a script needs the names. Import each "
-                "name that the cell uses."
+                f"The cell uses 'from {module} import *', but ddpnb must know the imported names "
+                "to export a script. Import each name that the cell uses."
             )
         else:
             yield Import(module, each.name, each.asname or each.name)

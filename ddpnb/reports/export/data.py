@@ -1,4 +1,4 @@
-"""A comparison as tidy DataFrames (kernel)."""
+"""Conversion of a comparison to tidy DataFrames (kernel)."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ STEP = ("rank", "step", "seconds", "num_samples", "loss", "staleness", "num_byte
 
 
 def runs_frame(comparison: Comparison) -> "pd.DataFrame":
-    """Return one row per run: settings, environment, results."""
+    """Return a DataFrame with one row per run: settings, environment, results."""
     import pandas as pd  # noqa: PLC0415 - takes 0.5 s
 
     frame = pd.DataFrame([_run_row(run, comparison) for run in comparison.all_runs])
@@ -35,10 +35,10 @@ def runs_frame(comparison: Comparison) -> "pd.DataFrame":
 
 
 def evaluations_frame(comparison: Comparison) -> "pd.DataFrame":
-    """Return one row per evaluation: first copies of the model, then the trained model.
+    """Return a DataFrame with one row per evaluation on held-out samples.
 
-    The trained model's row also has its loss on training samples, ``final_loss``, and the values
-    of the cell's own metrics.
+    The last row of a run is the evaluation of the trained model.  It also has the model's loss on
+    training samples, ``final_loss``, and the values of the metrics that the cell defines.
     """
     import pandas as pd  # noqa: PLC0415 - takes 0.5 s
 
@@ -61,7 +61,7 @@ def _final_scores(run: RunSnapshot) -> dict[str, object]:
 
 
 def steps_frame(comparison: Comparison) -> "pd.DataFrame":
-    """Return one row per step of each worker, with a column for each of the user's metrics."""
+    """Return a DataFrame: one row per step of each worker, one column per logged metric."""
     import pandas as pd  # noqa: PLC0415 - takes 0.5 s
 
     if not comparison.runs:
@@ -74,7 +74,7 @@ def steps_frame(comparison: Comparison) -> "pd.DataFrame":
 
 
 def _run_row(run: RunSnapshot, comparison: Comparison) -> dict[str, object]:
-    """Return the row of a run, summarised with the baseline and ceiling of the same repeat."""
+    """Return the row of a run.  Its speed-up and efficiency refer to runs of the same repeat."""
     place, names = (run.comparison, run.repeat), {BASELINE, CEILING} - {run.name}
     beside = [
         other

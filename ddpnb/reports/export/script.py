@@ -1,8 +1,8 @@
 """Export of a comparison as a script for torchrun (kernel).
 
-The script needs only torch and trains with DistributedDataParallel exactly as the notebook did:
-same initial weights, same samples in the same order, same steps.  It contains the cell or the
-built-in task, and the functions of ``ddpnb/rank/script`` that the run uses.
+The script needs only torch.  It trains with DistributedDataParallel as the notebook did: the
+initial weights, the order of the samples and the steps are the same.  The script contains the
+cell or the built-in task, and the functions of ``ddpnb/rank/script`` that the run uses.
 """
 
 import ast
@@ -31,24 +31,25 @@ CARRIED = {
     *("task", "num_epochs", "min_seconds", "batch_size", "batch_per_worker", "learning_rate"),
     *("momentum", "seed", "accumulate", "amp", "clip", "num_data_workers"),
 }
-"""Settings that the script supports.  A note lists other settings of the comparison."""
+"""Settings that the script supports.  If a comparison uses other settings, a note lists them."""
 
 
 def write_script(comparison: Comparison, path: Path) -> str:
-    """Write the script, and the images for the task ``digits``.
+    """Write the script to a file.  For the task ``digits``, also write the file with its images.
 
     Returns:
         Notes on differences from the notebook, and the command to run the script.
 
     Raises:
-        UserError: for the reasons in ``script``.
+        UserError: the function ``script`` cannot export the comparison.
     """
     notes = [f"The existing file {path} was replaced."] * path.exists()
     checkpoint = Path(f"{path.stem}.pt")
-    notes += [f"It resumes from {checkpoint}. Delete it to start again."] * checkpoint.exists()
+    resumes = f"The script resumes from {checkpoint}. To start again, delete this file."
+    notes += [resumes] * checkpoint.exists()
     path.write_text(script(comparison, path.name), encoding="utf-8")
     spec = _spec_of(comparison)
-    if parse_task(spec.task).name == "digits":  # its images are in a file
+    if parse_task(spec.task).name == "digits":  # the task reads its images from a file
         shutil.copy(TASKS["digits"].file.with_name("digits.npz"), path.parent)
     return "\n".join(
         [
@@ -66,7 +67,7 @@ def script(comparison: Comparison, file: str) -> str:
 
     Args:
         comparison: a comparison with a cell or a built-in task.
-        file: the script's name.
+        file: the file name of the script.
 
     Raises:
         UserError: the comparison has no cell, several cells, or a cell that needs a notebook.
@@ -102,24 +103,25 @@ def script(comparison: Comparison, file: str) -> str:
 def _command(comparison: Comparison, file: str) -> str:
     """Return the command that runs the script.
 
-    Without the environment variable, torchrun keeps its store when it restarts workers, so new
-    workers would find the addresses of earlier workers.
+    Without the environment variable, torchrun keeps its store when it restarts workers.  New
+    workers would then read the addresses of earlier workers from the store.
     """
     options = f"--standalone --max-restarts 3 --nproc-per-node {_num_ranks(comparison)}"
     return f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun {options} {shlex.quote(file)}"
 
 
 def _spec_of(comparison: Comparison) -> RunSpec:
-    """Return the run that the script repeats, or a ``ddp`` run with another run's settings.
+    """Return the run that the script repeats: a run of ``ddp``, or another run changed to ``ddp``.
 
     Raises:
-        UserError: there is no such run.
+        UserError: the comparison has no suitable run.
     """
     specs = [run.spec for run in comparison.runs if run.spec] or list(comparison.specs)
     num = len({(spec.task, spec.source) for spec in specs})
     if num != 1:
         raise UserError(
-            f"A script trains one model of %ddp_compare, but {comparison.name} has {num or 'none'}."
+            f"Only a comparison of %ddp_compare with one model can be exported as a script, but "
+            f"{comparison.name} has {num or 'no'} models."
         )
     specs.sort(key=lambda spec: (spec.repeat, len(spec.strategy)))
     names = [parse_strategy(spec.strategy).name for spec in specs]
@@ -128,29 +130,30 @@ def _spec_of(comparison: Comparison) -> RunSpec:
     built_in = [spec for spec, name in zip(specs, names, strict=True) if name in STRATEGIES]
     if not built_in:
         raise UserError(
-            f"A script trains with DistributedDataParallel, but {comparison.name} trained with "
-            f"{names[0]}, a class of your own. Add ddp to the comparison."
+            f"An exported script trains with DistributedDataParallel, but {comparison.name} only "
+            f"trained with {names[0]}, a class of your own. Add ddp to the comparison."
         )
     return replace(built_in[0], strategy="ddp")
 
 
 def _cell(spec: RunSpec) -> Source:
-    """Return the cell that defines the task, which is empty for a built-in task.
+    """Return the statements of the cell that defines the task.  Built-in tasks have no cell.
 
     Raises:
-        UserError: only a notebook can run the cell.
+        UserError: a script cannot run the cell.
     """
     cell = body_of(spec.source) if spec.task == CELL_TASK else ""
     if f"from {NOTEBOOK_FUNCTIONS[0]} import" in cell:
         raise UserError(
-            "This comparison used functions of the notebook, which are not stored. To export a "
-            "script, compare with source= and a cell or a file that defines the functions."
+            "This comparison used functions of the notebook, and ddpnb does not store them. To "
+            "export a script, compare with source= and a cell or file that defines the functions."
         )
     try:
         return parse(cell)
     except SyntaxError as error:
         raise UserError(
-            f"Line {error.lineno} of the cell is not plain Python, so a script cannot run it."
+            f"Line {error.lineno} of the cell is not plain Python, so a script cannot run it. "
+            "Remove magics and shell commands from the cell."
         ) from error
 
 
@@ -159,13 +162,13 @@ def _check(own: Source, given: set[str]) -> None:
     known = {*dir(builtins), "__name__", "__file__", *given} - {*CELL_NAMES}
     if others := sorted(own.unknown - known):
         raise UserError(
-            f"The cell uses {others[0]}, but it does not define this name, and a script has no "
-            "other cells. Import or define the name in the cell."
+            f"The cell uses {others[0]}, but does not define it. A script contains only this cell. "
+            f"Import or define {others[0]} in the cell."
         )
 
 
 def _settings(comparison: Comparison, spec: RunSpec, file: str) -> list[dict[str, Any]]:
-    """Return the values for the top of the script, line by line, before unused ones are removed."""
+    """Return the settings at the top of the script, a dict per line.  Some may not be needed."""
     known, given = STRATEGIES["ddp"].options, parse_strategy(spec.strategy).options
     options = {key: each for key, each in given.items() if each != known[key].default}
     options.pop("hook", None)
@@ -189,14 +192,14 @@ def _settings(comparison: Comparison, spec: RunSpec, file: str) -> list[dict[str
 
 
 def _literal(value: Any) -> str:
-    """Return a value as source code in ruff's format."""
+    """Return a value as Python code, formatted as ruff does it."""
     if value == math.inf:
         return 'float("inf")'
     return json.dumps(value) if isinstance(value, str) else repr(value).replace("'", '"')
 
 
 def _call(settings: Mapping[str, Any], sources: Sequence[Source]) -> str:
-    """Return the call that trains, from ``plain.py`` if possible, otherwise ``general.py``."""
+    """Return the call that trains: ``main`` of ``plain.py``, or else ``run`` of ``general.py``."""
     bound = {name for source in sources for name in source.bound}
     in_parts = settings["ACCUMULATE"] > 1 or settings["AMP"] or settings["CLIP"] < math.inf
     functions = [
@@ -214,7 +217,7 @@ def _call(settings: Mapping[str, Any], sources: Sequence[Source]) -> str:
 
 
 def _is_plain(source: Source) -> bool:
-    """Return True if ``data`` returns two tensors or arrays, and only torch draws numbers."""
+    """Return True if ``data`` returns two tensors or arrays, and torch draws all random numbers."""
     for each in source.statements:
         for node in ast.walk(ast.parse(each.text)):
             if getattr(node, "id", getattr(node, "attr", "")) == "random":
@@ -229,18 +232,19 @@ def _is_plain(source: Source) -> bool:
 def _notes(comparison: Comparison, spec: RunSpec) -> Iterator[str]:
     """Yield a sentence for each difference between the script and the notebook."""
     if spec.strategy not in comparison.strategies:
-        yield f"{comparison.name} did not train ddp. The script trains ddp with its settings."
+        yield f"{comparison.name} did not train ddp. The script uses ddp with the same settings."
     missing = [option.flag for field, option in chosen(spec) if field not in CARRIED]
     missing += ["ddp:hook"] * ("hook" in parse_strategy(spec.strategy).options)
     if missing:
-        yield f"The comparison also used {', '.join(missing)}, but this script does not."
+        yield f"The script ignores these options of the comparison: {', '.join(missing)}."
     batch_size, used = spec.global_batch(_num_ranks(comparison)), _batch_size(comparison, spec)
     if used != batch_size:
-        yield f"The batch has {used} samples instead of {batch_size}, the same number on each rank."
+        why = "because each rank must have the same number"
+        yield f"The global batch has {used} samples instead of {batch_size}, {why}."
 
 
 def _batch_size(comparison: Comparison, spec: RunSpec) -> int:
-    """Return the samples of each step, rounded down to the same number for each rank."""
+    """Return the script's global batch size: rounded down to a multiple of the number of ranks."""
     num_ranks = _num_ranks(comparison)
     return spec.global_batch(num_ranks) // num_ranks * num_ranks
 

@@ -1,4 +1,4 @@
-"""Shared parts of curves and rows: strategies, the look of axes, the ends of scales (kernel)."""
+"""Shared parts of curves and rows: strategies, the look of axes, the ends of axes (kernel)."""
 
 import math
 from dataclasses import dataclass
@@ -13,25 +13,25 @@ from ddpnb.reports.formatting import tick
 from ddpnb.reports.kit import Look, dress
 
 LABEL_CHARACTERS = 26
-"""Maximum length of a label.  Longer labels are shortened."""
+"""Maximum number of characters of a label.  Longer labels are shortened."""
 ROUND = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
-"""Factors for the end of an axis, times a power of ten.  Round ends seldom change."""
+"""An axis ends at one of these numbers times a power of ten.  So its end seldom changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Strategy:
-    """A strategy in the figure."""
+    """A strategy in the figure: its look and its results."""
 
     style: Style
     summary: StrategySummary
 
 
 def prepare(axes: Axes, title: str, *, lines: Literal["x", "y"]) -> None:
-    """Give axes the look that all panels and columns share.
+    """Give axes the common look of all panels and columns.
 
     Args:
         axes: the axes.
-        title: the title above, at the left.
+        title: the title above the axes, at the left.
         lines: the axis with grid lines.
     """
     dress(axes, title=title, grid=lines)
@@ -41,7 +41,7 @@ def prepare(axes: Axes, title: str, *, lines: Literal["x", "y"]) -> None:
 
 
 def marker(style: Style) -> Look:
-    """Return the look of a strategy's marker, an outline for variants and emulated strategies."""
+    """Return the look of a strategy's marker.  Variants and emulated strategies have an outline."""
     return {
         "marker": style.marker,
         "linestyle": "",
@@ -52,13 +52,13 @@ def marker(style: Style) -> Look:
 
 
 def shortened(label: str) -> str:
-    """Return a label of at most ``LABEL_CHARACTERS``."""
+    """Return a label with at most ``LABEL_CHARACTERS`` characters."""
     is_whole = len(label) <= LABEL_CHARACTERS
     return label if is_whole else f"{label[: LABEL_CHARACTERS - 1]}…"
 
 
 def round_up(value: float) -> float:
-    """Return the next round number at or above ``value``."""
+    """Return the smallest round number that is at least ``value``.  See ``ROUND``."""
     if value <= 0:
         return 0.0
     unit = 10.0 ** math.floor(math.log10(value))

@@ -1,7 +1,7 @@
-"""Curves of one quantity for all strategies: lines from runs, and their look (kernel).
+"""Curves of one quantity for all strategies (kernel).
 
-Strong lines are the moving average of one run, or the median of several repeats.  Faint lines
-are every update of the run, or each repeat.
+If there is one run, the strong line is its moving average, and the faint line shows every update.
+If there are several repeats, the strong line is their median, and each faint line is a repeat.
 """
 
 import math
@@ -24,27 +24,27 @@ from ddpnb.reports.kit import Look
 from ddpnb.reports.style import INK, LINES, MUTED, SMALL_POINTS, ink_of
 
 GRID_POINTS = 240
-"""The number of points in the median of repeats."""
+"""Number of points of the line that shows the median of repeats."""
 LABEL_GAP_POINTS = SMALL_POINTS * 1.35
 LEADER_INCHES = (0.02, 0.07, 0.16, 0.19)
-"""Positions right of the axes: a leader's begin, bend and end, and the begin of its label."""
+"""Inches right of the axes: a leader line's begin, bend and end, and the begin of its label."""
 MAX_NAMED = 2
-"""The number of events of a strategy that are named, such as a rank's death and its return."""
+"""Maximum number of a strategy's events that have a label, such as a rank's death and return."""
 
 Points = tuple[Floats, Floats]
-"""The x and the y of each point."""
+"""The x coordinates and the y coordinates of points."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Line:
-    """The lines of one strategy in one panel."""
+    """The strong line and the faint lines of one strategy in one panel."""
 
     x: Floats
     y: Floats
     faint_x: Floats
     faint_y: Floats
     bad_x: Floats = field(default_factory=lambda: np.empty(0))
-    """The x positions of NaN or infinite losses."""
+    """The x coordinates of NaN or infinite losses."""
 
 
 @final
@@ -58,22 +58,22 @@ class CurvePanel:
     """The quantity on the x axis, ``"samples"`` or ``"seconds"``."""
     log: bool = False
     target: float | None = None
-    """The y position of a horizontal line."""
+    """The target, drawn as a horizontal line.  None if there is no target in this panel."""
     is_share: bool = False
-    """True if the y axis ends at 1, and begins near the lowest share."""
+    """True if the y axis shows shares.  It ends at 1, and begins near the lowest share."""
 
 
 # -- lines ---------------------------------------------------------------------------------
 
 
 def losses(runs: Sequence[RunSnapshot], x: str) -> Line:
-    """Return the loss of some repeats by ``x``."""
+    """Return the training loss of one strategy's runs by ``x``, ``"samples"`` or ``"seconds"``."""
     curves = [run.curve for run in runs if len(run.curve)]
     if x == "samples":  # a hand-written loop may not count samples
         curves = [curve for curve in curves if curve.samples[-1] > 0]
     ats: list[Floats] = [getattr(curve, x) for curve in curves]
     pairs = list(zip(ats, curves, strict=True))
-    raw = [  # lines through the lowest and the highest value of each point
+    raw = [  # lines through the lowest and the highest loss of each point
         (np.repeat(at, 2), np.column_stack([curve.lowest, curve.highest]).ravel())
         for at, curve in pairs
     ]
@@ -83,7 +83,7 @@ def losses(runs: Sequence[RunSnapshot], x: str) -> Line:
 
 
 def held_out(runs: Sequence[RunSnapshot], x: str, y: str) -> Line:
-    """Return the held-out ``"loss"`` or ``"accuracy"`` of some repeats by samples or seconds."""
+    """Return the held-out loss or accuracy (``y``) of runs by samples or seconds (``x``)."""
     across = {"samples": "num_samples", "seconds": "seconds"}[x]
     found = [[(getattr(e, across), getattr(e, y)) for e in evaluations(run)] for run in runs]
     arrays = [np.array(points) for points in found if points]
@@ -92,11 +92,11 @@ def held_out(runs: Sequence[RunSnapshot], x: str, y: str) -> Line:
     if len(lines) < 2 or len({len(x) for x, _ in lines}) > 1:
         return line
     medians = [np.median(np.array(each), axis=0) for each in zip(*lines, strict=True)]
-    return replace(line, x=medians[0], y=medians[1])  # n-th point: median of all repeats
+    return replace(line, x=medians[0], y=medians[1])  # point n: the median of all points n
 
 
 def _line(strong: Sequence[Points], raw: Sequence[Points] = ()) -> Line:
-    """Return a line of one run with its ``raw`` points, or the median of several repeats."""
+    """Return the lines of one run with its ``raw`` points, or of several repeats with a median."""
     gap = np.array([np.nan])
     faint = [
         each for points in (strong if len(strong) > 1 else raw) for each in (points, (gap, gap))
@@ -109,7 +109,7 @@ def _line(strong: Sequence[Points], raw: Sequence[Points] = ()) -> Line:
 
 
 def _median(lines: Sequence[Points]) -> Points:
-    """Return the median of the lines at each x that at least half of them reach."""
+    """Return the median of lines, at each x that at least half of the lines reach."""
     if not lines:
         return np.empty(0), np.empty(0)
     first = min(float(x[0]) for x, _ in lines)
@@ -125,7 +125,7 @@ def _median(lines: Sequence[Points]) -> Points:
 
 
 def draw_curves(axes: Axes, panel: CurvePanel) -> None:
-    """Draw each strategy's line on empty axes, with the strategy's name at the right."""
+    """Draw the lines of all strategies on empty axes, with the strategies' names at the right."""
     axes.set_yscale("log" if panel.log else "linear")
     prepare(axes, panel.title, lines="y")
     axes.tick_params(axis="y", length=0)
@@ -149,13 +149,13 @@ def draw_curves(axes: Axes, panel: CurvePanel) -> None:
         axes.plot(line.faint_x, line.faint_y, color=colour, linewidth=1.0, alpha=0.28, zorder=2)
         axes.plot(line.x, line.y, color=colour, linestyle=dashes, linewidth=2.6, zorder=3)
     _draw_labels(axes, shown, panel.log)
-    up = 0.3 if panel.is_share else 0.94  # clear of most lines
+    up = 0.3 if panel.is_share else 0.94  # a height with few lines
     for strategy, line in panel.lines:
         up -= 0.09 * _draw_events(axes, strategy, line, panel.x, up)
 
 
 def _draw_target(axes: Axes, target: float, *, is_reached_from_below: bool) -> None:
-    """Draw a horizontal line at ``target``, with its label at the right, far from the curves."""
+    """Draw a horizontal line at ``target``.  Its label is at the right, far from the curves."""
     axes.axhline(target, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1.5)
     up, va = (0.03, "bottom") if is_reached_from_below else (0.97, "top")
     look: Look = {"ha": "right", "va": va, "fontsize": SMALL_POINTS, "color": INK}
@@ -163,12 +163,12 @@ def _draw_target(axes: Axes, target: float, *, is_reached_from_below: bool) -> N
 
 
 def _can_show(line: Line, is_log: bool) -> NDArray[np.bool_]:
-    """Return a mask of the strong line's points that the y axis can show."""
+    """Return a mask that selects the points of the strong line that the y axis can show."""
     return np.isfinite(line.y) & (line.y > (0 if is_log else -math.inf))
 
 
 def _y_limits(panel: CurvePanel, lines: Sequence[Line]) -> tuple[float, float]:
-    """Return the ends of the y axis: round numbers around all lines and the target."""
+    """Return the lower and the upper end of the y axis, which include all lines and the target."""
     ends = [end for line in lines for end in _extent(line, panel.log)]
     ends += [] if panel.target is None else [panel.target]
     low, top = min(ends, default=0.0), round_up(1.04 * max(ends, default=0.0))
@@ -179,7 +179,7 @@ def _y_limits(panel: CurvePanel, lines: Sequence[Line]) -> tuple[float, float]:
 
 
 def _extent(line: Line, is_log: bool) -> tuple[float, float]:
-    """Return the range of the strong line and of the faint line without outliers."""
+    """Return the smallest and the largest y, without outliers of the faint lines."""
     strong = line.y[_can_show(line, is_log)]
     faint = line.faint_y[np.isfinite(line.faint_y)]
     faint = faint[faint > 0] if is_log else faint
@@ -208,14 +208,15 @@ def _draw_labels(axes: Axes, shown: Sequence[tuple[Strategy, Line]], is_log: boo
 def spread_out(
     wanted: Sequence[float], gap: float, low: float = 0.0, high: float = 1.0
 ) -> list[float]:
-    """Return positions near the wanted positions, between ``low`` and ``high``, in the same order.
+    """Move positions apart so that labels do not overlap, and keep their order.
 
-    Neighbours are ``gap`` apart, or closer if there is too little space.  Each position is the
-    middle of two layouts: in one, all positions move up to make room; in the other, down.
+    All positions are then between ``low`` and ``high``.  Neighbours are at least ``gap`` apart, or
+    closer if there is too little space.  Each position is the mean of two layouts: in the first
+    layout, positions only move up; in the second layout, they only move down.
     """
     gap = min(gap, (high - low) / max(len(wanted) - 1, 1))
     order, apart = np.argsort(wanted, kind="stable"), gap * np.arange(len(wanted))
-    packed = np.array(wanted)[order] - apart  # without gaps it must not decrease
+    packed = np.array(wanted)[order] - apart  # the layouts make this array non-decreasing
     up, down = np.maximum.accumulate(packed), np.minimum.accumulate(packed[::-1])[::-1]
     placed = np.empty(len(wanted))
     placed[order] = np.clip((up + down) / 2, low, high - gap * (len(wanted) - 1)) + apart
@@ -223,9 +224,10 @@ def spread_out(
 
 
 def _draw_events(axes: Axes, strategy: Strategy, line: Line, x: str, up: float) -> int:
-    """Draw the events of a run and a note below height ``up``; return the note's line count.
+    """Draw the events of a strategy's runs.  Return the number of lines of their label.
 
-    NaN or infinite losses are crosses at the top.  Other events are vertical lines.
+    NaN or infinite losses are crosses at the top.  Other events are vertical lines.  The label
+    is below the height ``up``.
     """
     at_x: Look = {"transform": axes.get_xaxis_transform(), "color": strategy.style.colour}
     marks = {

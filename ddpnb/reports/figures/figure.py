@@ -24,27 +24,27 @@ from ddpnb.reports.kit import Sheet
 from ddpnb.reports.style import EVERYTHING, PlotOptions, style_of
 
 WIDTH = 13.6
-"""The width at which ``SMALL_POINTS`` text is at least 10 pixels high on a 1280-pixel laptop."""
+"""Width in inches.  ``SMALL_POINTS`` text is at least 10 pixels high on a 1280-pixel laptop."""
 TOP = 0.8
-"""Height for the title and the first panels' titles.  This and all sizes below are in inches."""
+"""Height of the figure's title and the first panels' titles, in inches like all sizes below."""
 MARGIN, HEAD = 0.17, 0.34
-"""The margin around the figure, and the height for the titles of further columns."""
+"""Margin around the figure, and height of the titles of the second row of columns."""
 PANEL_HEIGHT, PANELS_GAP = 1.95, 0.78
-"""The gap has room for the ticks of the upper panels and the titles of the lower panels."""
+"""Height of a panel, and gap for the ticks of the panel above and the title of the panel below."""
 LABEL_HEIGHT, LEAST_LABEL_WIDTH = 0.225, 0.74
-"""Size of a label at the end of a line."""
+"""Height and minimum width of a label at the end of a line."""
 CHARACTER, BOLD = 0.1, 1.12
-"""Approximate width of a character in a label, and the factor for bold text."""
+"""Approximate width of a character in a label, and the factor by which bold text is wider."""
 TICKS_WIDTH = 0.56
-"""Width at the left of each panel for the numbers on its y axis."""
+"""Width of the numbers on the y axis, at the left of each panel."""
 ROWS_BOTTOM = 0.86
-"""Height for the ticks and the legend of rows."""
+"""Height of the ticks and the legend below rows."""
 ROW_HEIGHT = 0.26
 NAMES_LEFT, NAMES_RIGHT, ROW_GAP = 0.4, 0.4, 0.3
-"""Space left of the strategies' markers, right of their names, and between columns."""
+"""Space left of the strategies' markers, space right of their names, space between columns."""
 MOST_COLUMNS, MOST_HELD_OUT = 4, 3
 ACROSS = {"samples": "samples", "seconds": "time, s"}
-"""The quantities on the x axes of losses and scores, with their names in titles."""
+"""The quantities on x axes, with their names in the titles of panels."""
 
 
 def draw(
@@ -57,8 +57,8 @@ def draw(
 
     Args:
         comparison: a snapshot of the comparison.
-        options: options for the figure.
-        is_live: True while the comparison trains, to reserve space for later results.
+        options: the options of ``%ddp_plot``.
+        is_live: True while the comparison trains: the figure reserves space for later results.
     """
     summaries = summarise(comparison, options.target)
     looks = styles(comparison, summaries)
@@ -111,9 +111,9 @@ def _panels(
     *,
     is_live: bool,
 ) -> list[list[CurvePanel]]:
-    """Return the panels with curves, band by band.
+    """Return the panels with curves, as a list of panels for each band of the figure.
 
-    By default, a finished comparison has losses by samples and a held-out score by time.
+    By default, a finished comparison shows the loss by samples and a held-out score by time.
     """
     target = options.target
     rivals = [each for each in begun if not each.summary.is_ceiling]  # no-comm only shows speed
@@ -153,9 +153,10 @@ def _panels(
 def _columns(
     comparison: Comparison, begun: Sequence[Strategy], options: PlotOptions, *, is_live: bool
 ) -> list[list[Column]]:
-    """Return the columns of the rows, band by band, or none for a loop that only logs losses.
+    """Return the columns, as a list of columns for each band of the figure.
 
-    Speed and step time are always included; ranks, memory and staleness only if informative.
+    Ranks, memory and staleness are included only if they are informative.  The result is empty
+    for a hand-written loop that only logs losses.
     """
     is_split = any(each.summary.split.is_known for each in begun)
     if not comparison.specs and not is_split:

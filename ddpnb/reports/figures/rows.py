@@ -1,4 +1,4 @@
-"""Rows of strategies: speed, the parts of a step, ranks, staleness and memory (kernel)."""
+"""Rows with a strategy's speed, parts of a step, ranks, staleness and memory (kernel)."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -28,11 +28,11 @@ LEGEND: Look = {
 }
 MB = 1e6
 SLOW = 1.25
-"""A rank is named if its own work takes this many times as long as the fastest rank's work."""
+"""Minimum time of a slow rank's own work, as a multiple of the fastest rank's time."""
 MAX_SHOWN_STALENESS = 8
-"""The staleness of the last bar.  This bar also counts updates with greater staleness."""
+"""Staleness of the histogram's last bar.  This bar also counts updates with greater staleness."""
 LEAST_DIFFERENCE = 1.5
-"""The memory column appears if the memory of two strategies differs by more than this factor."""
+"""The memory column is shown if the memory of two strategies differs by more than this factor."""
 
 HIDDEN: Look = {
     **{"facecolor": "white", "edgecolor": PART_COLOURS["communication"], "hatch": "//////"},
@@ -42,33 +42,33 @@ HIDDEN: Look = {
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A column with one quantity of each strategy."""
+    """A column that shows one quantity for all strategies."""
 
     title: str
     draw: Callable[[Axes, Strategy, float], str]
-    """A function that draws a strategy's row around a height, and returns the text at the right."""
+    """A function that draws a strategy's row at a given height, and returns the text beside it."""
     reach: Callable[[Strategy], float]
-    """A function that returns the right end of a strategy's row, or 0 if the row is empty."""
+    """A function that returns where a strategy's row ends on the x axis, or 0 if it is empty."""
     says: Callable[[Sequence[Strategy]], bool] = lambda _: True
-    """A function that returns True if the column is informative for these strategies."""
+    """A function that returns True if the column is informative for the given strategies."""
     share: float
     """Width of the column, relative to the other columns."""
     text_inches: float
-    """Width for the text at the right."""
+    """Width in inches of the text at the right of the column."""
     below: Callable[[Sequence[Strategy]], str] = lambda _: ""
     """A function that returns the label below the ticks."""
     looks: Mapping[str, str | Look] = field(default_factory=dict)
-    """Names and looks in the legend below the ticks."""
+    """Names and looks of the entries in the legend below the ticks."""
 
 
 def draw_column(axes: Axes, column: Column, strategies: Sequence[Strategy], num_rows: int) -> None:
     """Draw a column on empty axes.
 
     Args:
-        axes: axes with the lowest row centred at height 0.5.
+        axes: empty axes.  The middle of the lowest row will be at y = 0.5.
         column: the column.
         strategies: the strategies that have begun.
-        num_rows: the final number of rows.
+        num_rows: the final number of rows, including strategies that have not begun.
     """
     prepare(axes, column.title, lines="x")
     axes.spines["bottom"].set_visible(False)
@@ -97,7 +97,7 @@ def draw_column(axes: Axes, column: Column, strategies: Sequence[Strategy], num_
 def draw_name(
     figure: Figure, label: str, style: Style, at: tuple[float, float], *, is_begun: bool
 ) -> None:
-    """Draw a strategy's marker and name left of its row; ``at`` is in inches right and up."""
+    """Draw a strategy's marker and name at a position in inches from the lower left corner."""
     width, height = figure.get_size_inches()
     x, y = at[0] / width, at[1] / height
     look = {**marker(style), "markersize": 9, "markeredgecolor": style.colour}
@@ -109,7 +109,7 @@ def draw_name(
 
 
 def _bar(axes: Axes, left: float, low: float, width: float, height: float, **look: Any) -> None:
-    """Add a bar, if its width is positive."""
+    """Draw a bar if its width is positive."""
     if math.isfinite(width) and width > 0:
         whole: Look = {"linewidth": 0, "zorder": 2, **look}
         axes.add_artist(Rectangle((left, low), width, height, **whole))
@@ -119,7 +119,7 @@ def _bar(axes: Axes, left: float, low: float, width: float, height: float, **loo
 
 
 def _draw_rate(axes: Axes, strategy: Strategy, middle: float) -> str:
-    """Draw the speed as a bar with its range, the ideal as an outline, the ceiling as a mark."""
+    """Draw the speed as a bar, its range as a line, the ideal as an outline, no-comm as a mark."""
     summary, low = strategy.summary, middle - BAR / 2
     speed = summary.samples_per_second
     _bar(axes, 0, low, speed.middle, BAR, facecolor=strategy.style.colour)
@@ -149,7 +149,7 @@ def _rate_legend(strategies: Sequence[Strategy]) -> str:
 
 
 def _ideal_of(strategy: Strategy) -> float:
-    """Return the speed of ``single`` times the number of devices."""
+    """Return the ideal: the speed of ``single`` times the number of devices.  NaN if unknown."""
     return strategy.summary.ideal if strategy.summary.num_workers > 1 else math.nan
 
 
@@ -166,7 +166,7 @@ RATE = Column(
 
 
 def _draw_split(axes: Axes, strategy: Strategy, middle: float) -> str:
-    """Draw the parts of a step, with hidden communication hatched below the backward pass."""
+    """Draw the parts of a step.  Hidden communication is hatched below the backward pass."""
     split, low = strategy.summary.split, middle - BAR / 2
     parts = {name: 1000 * seconds for name, seconds in split.parts._asdict().items()}
     thickness = BAR * (0.68 if parts["hidden"] > 0 else 1.0)
@@ -210,7 +210,7 @@ def _is_uneven(strategy: Strategy) -> bool:
 
 
 def _draw_ranks(axes: Axes, strategy: Strategy, middle: float) -> str:
-    """Draw a lane per rank, as long as the rank trained, and darker for slower own work."""
+    """Draw a bar for each rank: its length is the training time, and slow ranks are darker."""
     latest = strategy.summary.runs[-1]
     times = slowness(latest.ranks)
     if len(times) < 2:
@@ -220,7 +220,7 @@ def _draw_ranks(axes: Axes, strategy: Strategy, middle: float) -> str:
     ink = np.array(to_rgb(ink_of(strategy.style)))
     look: Look = {"marker": "v", "markersize": 8, "markeredgecolor": "white", "zorder": 3}
     for index, rank in enumerate(latest.ranks):
-        depth = min(max((times[rank.rank] - 0.9) / 1.1, 0.0), 1.0)  # 0.9× pale, 2× full
+        depth = min(max((times[rank.rank] - 0.9) / 1.1, 0.0), 1.0)  # pale at 0.9×, dark at 2×
         colour = (0.88 + 0.12 * ink) * (1 - depth) + ink * depth
         low = top - height * (index + 1)
         _bar(axes, 0.0, low + 0.07 * height, rank.seconds, 0.86 * height, facecolor=tuple(colour))
@@ -252,7 +252,7 @@ RANKS = Column(
 
 
 def _draw_staleness(axes: Axes, strategy: Strategy, middle: float) -> str:
-    """Draw a histogram of the updates by staleness."""
+    """Draw a histogram of staleness: the number of updates with staleness 0, 1, 2, ..."""
     counts = staleness_counts(strategy.summary.runs)
     if len(counts) == 0:
         return ""
@@ -264,7 +264,7 @@ def _draw_staleness(axes: Axes, strategy: Strategy, middle: float) -> str:
 
 
 def _staleness_reach(strategy: Strategy) -> float:
-    """Return the right end of the last bar, at least 4."""
+    """Return the end of the x axis: the end of the last bar, but at least 4."""
     num = len(staleness_counts(strategy.summary.runs))
     return float(min(max(num, 4), MAX_SHOWN_STALENESS + 1)) if num else 0.0
 
@@ -281,7 +281,7 @@ STALENESS = Column(
 
 
 def _draw_memory(axes: Axes, strategy: Strategy, middle: float) -> str:
-    """Draw the memory of the fullest rank, with a GPU's peak as an outline."""
+    """Draw the memory of the rank that uses most, with the peak of a GPU as an outline."""
     memory, low, left = strategy.summary.memory, middle - BAR / 2, 0.0
     for (part, colour), num_bytes in zip(MEMORY_COLOURS.items(), memory, strict=False):
         _bar(axes, left, low, num_bytes / MB, BAR, facecolor=colour, label=part)
@@ -291,9 +291,9 @@ def _draw_memory(axes: Axes, strategy: Strategy, middle: float) -> str:
 
 
 def _memory_differs(strategies: Sequence[Strategy]) -> bool:
-    """Return True if ranks of one strategy hold much more memory than ranks of another strategy.
+    """Return True if a rank of one strategy uses much more memory than a rank of another strategy.
 
-    The comparison ignores ``single``, which has the whole batch, and the ceiling.
+    ``single`` is ignored because it has the whole batch on one device.  The ceiling is ignored too.
     """
     others = [s.summary for s in strategies if not s.summary.name.startswith((BASELINE, CEILING))]
     totals = [each.memory.total for each in others if each.memory.total]

@@ -1,1 +1,1 @@
-"""Pictures and texts of events inside a step: pure functions of recorded data (kernel)."""
+"""Pictures and texts about single steps, samples and replicas, from recorded data (kernel)."""

@@ -1,7 +1,7 @@
-"""Advice on a strategy for the current hardware, marked in a table, with a reason (kernel).
+"""Advice on which strategy suits the current hardware, with a table and a reason (kernel).
 
-TensorFlow's strategies are usually taught with this table: one machine or several machines, and
-GPUs with a faster connection to the host or to each other.
+TensorFlow's strategies are usually taught with this table.  Its rows are one machine and several
+machines.  Its columns say which connection is faster: between CPU and GPU, or between GPUs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,17 +30,17 @@ CHOICES: Mapping[str, Sequence[tuple[str, str]]] = {
         ("ddp", "DistributedDataParallel (gloo); MultiWorkerMirroredStrategy on CPUs"),
     ),
 }
-"""Choices by place and by ``CONNECTIONS``: ddpnb's name; PyTorch's and TensorFlow's names."""
+"""Rows of the table.  Each cell has ddpnb's name of a strategy, and names in other libraries."""
 
 
 def advice(ranks: Sequence[RankState]) -> Table:
-    """Return the table with this machine's cell marked.  The caption has the advice and reason."""
+    """Return the table, with a mark at this machine's cell and the advice in the caption."""
     place = list(CHOICES)[len({each.host for each in ranks}) > 1]
     connection, reason = _connection(ranks[0])
     ours, theirs = CHOICES[place][connection]
     if len(ranks) == 1:
         ours, theirs = "single", "no wrapper; OneDeviceStrategy"
-        reason = "There is only one rank, so nothing is exchanged."
+        reason = "There is only one rank, so there is no communication."
 
     def cell(at: tuple[str, int], name: str, quiet: str) -> Cell:
         is_here = at == (place, connection)
@@ -55,18 +55,18 @@ def advice(ranks: Sequence[RankState]) -> Table:
             for head, row in CHOICES.items()
         ),
         notes=(
-            "Each cell has the name in ddpnb; in PyTorch; in TensorFlow.  If workers differ in "
-            "speed, join or leave, use async (ParameterServerStrategy) on any machine.",
+            "Each cell has the strategy's name in ddpnb, PyTorch and TensorFlow.  If workers "
+            "differ in speed, join or leave, use async (ParameterServerStrategy) on any machine.",
         ),
     )
 
 
 def _connection(rank: RankState) -> tuple[int, str]:
-    """Return the index of the machine's column in the table, and the reason."""
+    """Return the index of this machine's column in the table, and a sentence with the reason."""
     if rank.device == "cpu":
         return 2, "Ranks compute on CPU cores and share the host's memory."
     if rank.has_peer_access is None:
-        return 1, "Each host has one GPU, and only the network connects the GPUs."
+        return 1, "Each host has only one GPU, so only the network connects the GPUs."
     if rank.has_peer_access:
-        return 1, "GPUs of a host have peer access: they read each other's memory directly."
-    return 0, "GPUs of a host have no peer access, so copies between them go through the host."
+        return 1, "The GPUs of a host can read each other's memory directly (peer access)."
+    return 0, "The GPUs of a host have no peer access, so copies between GPUs go through the host."

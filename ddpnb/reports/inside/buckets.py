@@ -1,4 +1,4 @@
-"""Steps of DDP: the buckets, and the hidden and exposed parts of their all-reduces (kernel)."""
+"""Steps with DDP: buckets, and the hidden and exposed time of their all-reduces (kernel)."""
 
 import math
 import statistics
@@ -15,17 +15,17 @@ from ddpnb.reports.kit import Picture, Shown
 from ddpnb.reports.table import Column, Table, table_row
 
 MAX_BUCKETS, MAX_NAMES = 4, 3
-"""The most buckets in a row of the table, and the most parameters named in a sentence."""
+"""Maximum number of buckets in a row of the table, and of parameter names in a sentence."""
 FORMULA = (
-    "Hidden: a bucket is sent while this rank computes.  Exposed: a bucket is sent while this "
-    "rank is idle.  An all-reduce lasts from the moment that this rank's bucket is full until the "
-    "slowest rank's bucket arrives.  Times are means over ranks and medians over steps."
+    "Hidden means that a bucket is sent while this rank computes.  Exposed means that a bucket is "
+    "sent while this rank is idle.  An all-reduce begins when this rank's bucket is full.  It ends "
+    "when the slowest rank's bucket arrives.  Times are means over ranks and medians over steps."
 )
-QUEUED = "If a bucket is full before earlier buckets are sent, its bar begins at their end."
+QUEUED = "If a bucket must wait until an earlier bucket is sent, its bar begins after this wait."
 
 
 class Split(NamedTuple):
-    """Seconds of a step, of its exposed communication, and of its hidden communication."""
+    """Seconds of a whole step, of its exposed communication, and of its hidden communication."""
 
     step: float
     exposed: float
@@ -35,31 +35,31 @@ class Split(NamedTuple):
 @final
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DdpInspection(Shown):
-    """The steps of one model with DDP, on every rank."""
+    """The measured steps of one model with DDP, on all ranks."""
 
     title: str
     unused: Mapping[str, tuple[int, ...]]
-    """Parameters that did not contribute to the loss, and the ranks where this happened."""
+    """Names of parameters that did not contribute to the loss on some ranks, with these ranks."""
     reports: tuple[tuple[CapReport, ...], ...]
-    """Each rank's report for each value of ``bucket_cap_mb``.  The model's value is first."""
+    """For each rank, a report for each value of ``bucket_cap_mb``.  The model's value is first."""
 
     @property
     def caps(self) -> tuple[CapReport, ...]:
-        """Rank 0's reports."""
+        """The reports of rank 0, one for each value of ``bucket_cap_mb``."""
         return self.reports[0]
 
     @property
     def gradient_bytes(self) -> int:
-        """The size of all gradients of one rank in bytes."""
+        """Number of bytes of all gradients of one rank."""
         return sum(bucket.num_bytes for bucket in self.caps[0].buckets)
 
     def steps(self, index: int) -> list[list[Span]]:
-        """Return the spans of all ranks in each step, for one value of ``bucket_cap_mb``."""
+        """Return the spans of all ranks in each step.  ``index`` selects the ``bucket_cap_mb``."""
         of_ranks = zip(*(report[index].steps for report in self.reports), strict=True)
         return [[span for own in step for span in own] for step in of_ranks]
 
     def split(self, index: int = 0) -> Split:
-        """Return the duration of a step, and of its exposed and hidden communication."""
+        """Return the median times of a step.  ``index`` selects the ``bucket_cap_mb``."""
         found = [split_of(step, len(self.reports)) for step in self.steps(index)]
         return Split(*map(statistics.median, zip(*found, strict=True)))
 
@@ -70,12 +70,12 @@ class DdpInspection(Shown):
     def _picture(self, index: int, cap_mb: float) -> Picture:
         steps = sorted(self.steps(index), key=_length)
         title = f"One step of {self.title} with bucket_cap_mb={cap_mb:g}"
-        notes = [f"The median of {counted(len(steps), 'step')}.  {QUEUED}"]
+        notes = [f"This is the median of {counted(len(steps), 'step')}.  {QUEUED}"]
         spans = one_by_one(steps[len(steps) // 2])
         return Picture(draw_timeline(title, spans, len(self.reports), notes), title)
 
     def table(self) -> Table:
-        """Return a row for each value of ``bucket_cap_mb``: communication times and buckets."""
+        """Return a table with a row for each value of ``bucket_cap_mb``: its times and buckets."""
         rows = []
         for index, cap in enumerate(self.caps):
             head = f"{cap.cap_mb:g} MB" + (" (the model's)" if index == 0 else "")
@@ -90,8 +90,8 @@ class DdpInspection(Shown):
                 )
             )
         return Table(
-            caption=f"{self.title}: {size(self.gradient_bytes)} of gradients, with all-reduces "
-            "that the backward pass hides or that are exposed",
+            caption=f"{self.title}: {size(self.gradient_bytes)} of gradients, with the hidden and "
+            "the exposed time of their all-reduces",
             columns=(
                 Column(title="bucket_cap_mb"),
                 *(Column(title=each, is_number=True) for each in (*Split._fields, "buckets")),
@@ -102,29 +102,29 @@ class DdpInspection(Shown):
         )
 
     def notes(self) -> list[str]:
-        """Return a sentence about parameters that did not contribute to the loss, if any."""
+        """Return a note about parameters that did not contribute to the loss, if there are any."""
         if not self.unused:
             return []
         ranks = {rank for ranks in self.unused.values() for rank in ranks}
         names = [*self.unused][:MAX_NAMES]
         rest = len(self.unused) - len(names)
         return [
-            f"Parameters without a part in the loss on {spoken_ranks(sorted(ranks))}: "
-            f"{listed([*names, f'{rest} more'] if rest else names)}.  "
-            "Plain DDP would raise an error in its second step.  ddpnb therefore used "
-            "find_unused_parameters=True, which sends zeros for missing gradients."
+            f"These parameters did not contribute to the loss on {spoken_ranks(sorted(ranks))}: "
+            f"{listed([*names, f'{rest} more'] if rest else names)}.  DDP would therefore raise an "
+            "error in its second step.  So ddpnb used find_unused_parameters=True: DDP then sends "
+            "zeros instead of the missing gradients."
         ]
 
 
 def _described(cap: CapReport, bucket: Bucket) -> str:
-    """Return a bucket's size, when it was full after the backward pass began, and first name."""
+    """Return a bucket's size, the time when it was full, and its first parameter."""
     full = max((cap.ready_seconds.get(name, 0.0) for name in bucket.names), default=0.0)
-    when = f" at {in_units(full)}" if full else ""  # 0 if no gradient is ready
+    when = f" at {in_units(full)}" if full else ""  # 0 if no gradient was ready
     return f"{size(bucket.num_bytes)}{when} ({bucket.names[0]})"
 
 
 def split_of(spans: Sequence[Span], num_ranks: int) -> Split:
-    """Return the times of one step as means over the ranks."""
+    """Return the times of one step.  Communication times are means over the ranks."""
     exposed = hidden = 0.0
     for rank in range(num_ranks):
         own = [span for span in spans if span.rank == rank and span.lane != "wait"]
@@ -136,7 +136,7 @@ def split_of(spans: Sequence[Span], num_ranks: int) -> Split:
 
 
 def _covered(spans: Sequence[Span]) -> float:
-    """Return the seconds that the spans cover together."""
+    """Return the seconds that at least one of the spans covers."""
     covered, until = 0.0, -math.inf
     for span in sorted(spans, key=lambda span: span.start):
         covered += max(0.0, span.end - max(span.start, until))
@@ -145,15 +145,15 @@ def _covered(spans: Sequence[Span]) -> float:
 
 
 def _length(spans: Sequence[Span]) -> float:
-    """Return the seconds from the first rank's start to the last rank's end."""
+    """Return the seconds from the start of the first span to the end of the last span."""
     begin, end = bounds(spans)
     return end - begin
 
 
 def one_by_one(spans: Sequence[Span]) -> list[Span]:
-    """Delay buckets of a step, so that each begins when the rank's previous bucket has ended.
+    """Return the spans of a step, and let each bucket begin when the rank's previous bucket ends.
 
-    A bucket that ends before the previous bucket stays as it is.
+    A bucket that ends before the rank's previous bucket does not change.
     """
     found, ends = [], dict[int, float]()
     for span in sorted(spans, key=lambda span: span.start):

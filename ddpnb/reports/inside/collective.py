@@ -1,4 +1,4 @@
-"""One collective: each rank's tensor before and after, time, bytes and formula (kernel)."""
+"""The effect of one collective: tensors before and after, time, bytes, formula (kernel)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 NUMBER_BYTES = 4
 PACKET_BYTES = 1400
-"""The content of one Ethernet packet."""
+"""Number of bytes that certainly fit into one Ethernet packet."""
 LATENCY_FACTOR = 2.0
-"""A call is latency-bound if it takes at most this many times as long as the smallest call."""
+"""Maximum time of a latency-bound call, as a multiple of the smallest call's time."""
 REDUCED = "#f6e39a"
-"""The colour of numbers that combine the numbers of all ranks."""
+"""Background colour of results that are computed from the numbers of several ranks."""
 BEFORE, AFTER, SENT, TIME = 1.5, 6.6, 11.3, 12.7
-"""Positions of the tensors and of the columns of numbers, in inches from the left."""
+"""Positions of the four columns, in inches from the left edge of the picture."""
 CELLS_WIDTH = 4.0
 MAX_CHUNKS = 16
 HEAD, ROW_HEIGHT, CELL_HEIGHT, LARGEST_CELL = 0.35, 0.5, 0.36, 0.52
@@ -41,11 +41,11 @@ HEAD, ROW_HEIGHT, CELL_HEIGHT, LARGEST_CELL = 0.35, 0.5, 0.36, 0.52
 @final
 @dataclass(frozen=True, repr=False)
 class CollectiveResult(Shown):
-    """The effect of a collective on each rank, shown as a picture and as text."""
+    """The effect of a collective on each rank.  It is shown as a picture and as text."""
 
     spec: CollectiveSpec
     shown: Sequence[CollectiveShown]
-    """Results of the ranks that took part, by rank."""
+    """The results of the ranks that took part, in the order of the ranks."""
 
     @property
     def algorithm(self) -> Algorithm:
@@ -56,19 +56,19 @@ class CollectiveResult(Shown):
 
     @property
     def num_bytes(self) -> int:
-        """B in the formulas: the bytes of a rank's input, or for a scatter of its output."""
+        """B in the formulas: bytes of a rank's input, or for a scatter, of a rank's output."""
         is_scatter = self.spec.name == "scatter"
         return NUMBER_BYTES * max(e.num_got if is_scatter else e.num_given for e in self.shown)
 
     def sent_by_formula(self, rank: int) -> float:
-        """Return the bytes that a rank sends according to the formula."""
+        """Return the number of bytes that a rank sends, computed with the formula."""
         ranks = self.spec.ranks
         root = self.spec.from_rank if self.spec.name in ROOTED else ranks[0]
         place = (ranks.index(rank) - ranks.index(root)) % len(ranks)
         return self.algorithm.bytes_sent(self.num_bytes, len(ranks), place)
 
     def title(self) -> str:
-        """Return the call, the number of ranks and the size."""
+        """Return the title: the call, the number of ranks, and the size of a rank's tensor."""
         spec = self.spec
         options = [f"op={spec.op}"] if spec.name in REDUCING else []
         options += [f"root={spec.from_rank}"] if spec.name in ROOTED else []
@@ -77,10 +77,10 @@ class CollectiveResult(Shown):
         return f"{spec.name}({', '.join(options)}) on {ranks}, B = {given}"
 
     def notes(self) -> list[str]:
-        """Return the sentences below the picture: first the formula, then measurements."""
+        """Return the sentences below the picture: first the formula, then the measurements."""
         num, algorithm, backend = len(self.spec.ranks), self.algorithm, self.shown[0].backend
         if num == 1:
-            return ["There is only one rank, so nothing is sent."]
+            return ["There is only one rank, so no bytes are sent."]
         by_formula = [self.sent_by_formula(rank) for rank in self.spec.ranks]
         amounts = dict.fromkeys((size(min(by_formula)), size(max(by_formula))))
         seconds = max(each.seconds for each in self.shown)
@@ -88,25 +88,25 @@ class CollectiveResult(Shown):
         counts = [each.num_bytes_sent for each in self.shown]
         if known := [each for each in counts if each is not None]:
             extra = max(sum(known) - sum(by_formula), 0)
-            measured += f"; all ranks sent {size(sum(known))}, with {size(extra)} of gloo's headers"
+            measured += f".  All ranks sent {size(sum(known))}, including {size(extra)} of headers"
         small = max(each.small_seconds for each in self.shown)
         is_quick = self.num_bytes <= PACKET_BYTES or seconds <= LATENCY_FACTOR * small
         return [
             f"{backend}{', if it chooses a ring' if backend == 'nccl' else ''}: {algorithm.name}.  "
-            f"A rank sends {' to '.join(amounts)}: {algorithm.sent}.  "
-            "Messages one after another: "
-            f"{algorithm.cost(self.num_bytes, num).number:g} = {algorithm.messages}.",
-            f"Measured: {measured}.",
-            f"{'Latency' if is_quick else 'Bandwidth'}-bound at this size: the smallest possible "
-            f"tensor takes {in_units(small)}.",
+            f"A rank sends {' to '.join(amounts)} ({algorithm.sent}).  "
+            f"The busiest link sends {algorithm.cost(self.num_bytes, num).number:g} messages one "
+            f"after another ({algorithm.messages}).",
+            f"Measured time: {measured}.",
+            f"{'Latency' if is_quick else 'Bandwidth'}-bound at this size, because the smallest "
+            f"possible tensor takes {in_units(small)}.",
         ]
 
     def pictures(self) -> list[Picture]:
-        """Return the picture."""
+        """Return a list that contains the picture."""
         return [Picture(draw_collective(self), self.title())]
 
     def text(self) -> str:
-        """Return the result as text."""
+        """Return the title, a line for each rank, and the notes."""
         lines = [self.title()]
         for each in self.shown:
             sent = size(self.sent_by_formula(each.rank))
@@ -120,7 +120,7 @@ def _listed(chunks: Chunks) -> str:
 
 
 def draw_collective(result: CollectiveResult) -> "Figure":
-    """Return a figure with a row for each of up to 16 ranks: before, after, bytes, time."""
+    """Return a figure with a row for each rank, for at most 16 ranks."""
     shown = result.shown[:MAX_RANKS]
     rest = len(result.shown) - len(shown)
     title = result.title() + (f"; {rest} ranks are not drawn" if rest else "")
@@ -158,7 +158,7 @@ def _draw_cells(
     num_numbers: int,
     colour: str = "",
 ) -> None:
-    """Draw a tensor's first numbers, in one colour or in the colours of their source ranks."""
+    """Draw the first numbers of a tensor.  By default, each has the colour of its source rank."""
     if not chunks:
         write(axes, x, middle, NOTHING, colour=MUTED)
         return

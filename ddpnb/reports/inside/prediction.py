@@ -1,4 +1,4 @@
-"""A prediction of throughput as a picture, a table and text (kernel)."""
+"""A prediction of throughput, shown as a picture, a table and text (kernel)."""
 
 import math
 from dataclasses import dataclass
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH, HEIGHT, TICKS, NAMES = 10.0, 3.6, 0.5, 1.9
-"""Inches for the picture's width, the axes' height, the ticks, and the names at the right."""
+"""Width of the picture, height of the axes, height of the ticks, width of the names, in inches."""
 LABEL_GAP = 0.062
-"""The smallest distance between two names, as a share of the height of the axes."""
-CELLS = "Each cell has samples/s, the time of a step, and the efficiency relative to one rank."
+"""Minimum distance between two names, as a share of the height of the axes."""
+CELLS = "Each cell shows samples/s, the time of a step, and the efficiency compared with one rank."
 
 
 @final
 @dataclass(frozen=True, repr=False)
 class PredictionResult(Shown):
-    """A prediction, shown as a picture and a table; ``prediction`` has the numbers."""
+    """A prediction.  It is shown as a picture and a table, and ``prediction`` has the numbers."""
 
     prediction: Prediction
 
     def table(self) -> Table:
-        """Return one row per strategy: throughput, step, efficiency for each number of ranks."""
+        """Return a table with one row per strategy, and one column per number of ranks."""
         ranks, rows = self.prediction.question.ranks, []
         for name, points in self.prediction.points.items():
             at = {each.num_ranks: each for each in points}
@@ -46,20 +46,20 @@ class PredictionResult(Shown):
         )
 
     def sentence(self) -> str:
-        """Return the number of ranks at which each strategy stops scaling, and its bottleneck."""
+        """Return a sentence that says where each strategy stops scaling, and its bottleneck."""
         parts = []
         for name, stop in self.prediction.stops.items():
             held = self.prediction.limits[name]
             if stop is None:
-                parts.append(f"{name} scales to {self.prediction.searched:,} ranks and more")
+                parts.append(f"{name} scales to {self.prediction.searched:,} ranks or more")
             elif stop == 1:
-                parts.append(f"{name} gains nothing from a second rank ({held})")
+                parts.append(f"{name} is hardly faster with a second rank (bottleneck: {held})")
             else:
-                parts.append(f"{name} stops scaling at about {stop:,} ranks ({held})")
+                parts.append(f"{name} stops scaling at about {stop:,} ranks (bottleneck: {held})")
         return f"Predicted, not measured: {'; '.join(parts)}."
 
     def pictures(self) -> list[Picture]:
-        """Return the picture."""
+        """Return a list that contains the picture."""
         return [Picture(draw(self.prediction), self.sentence())]
 
 
@@ -74,69 +74,71 @@ def _cell(found: Point | None) -> Cell:
 
 
 def _computing(prediction: Prediction) -> str:
-    """Return the assumptions about a rank's computing time."""
+    """Return a note with the assumptions about the computing time of a rank."""
     measured, work, machine = prediction.found.measured, prediction.work, prediction.machine
-    sent = f"{work.num_bytes / 1e6:.3g} MB of gradients"
+    sent = f"The model has {work.num_bytes / 1e6:.3g} MB of gradients."
     if prediction.question.step:
         passes = f", in {work.num_passes} micro-batches" if work.num_passes > 1 else ""
-        return f"You gave a step of {prediction.question.step} on one device{passes}; {sent}."
+        return f"You gave a step of {prediction.question.step} on one device{passes}. {sent}"
     if measured.devices is not None:
-        return f"Computed as in {measured.name}: {measured.devices.text}; {sent}."
+        return f"Computed for the devices of {measured.name}: {measured.devices.text}. {sent}"
     alone = work.alone
     line = (
-        f"Fitted to {measured.name}: a step costs {1e3 * alone.fixed:.3g} ms and "
-        f"{1e6 * alone.per_sample:.3g} µs a sample on one rank; {sent}."
+        f"Fitted to {measured.name}: a step costs {1e3 * alone.fixed:.3g} ms plus "
+        f"{1e6 * alone.per_sample:.3g} µs per sample on one rank. {sent}"
     )
     if measured.short:
-        line += f" Uncertain because they took less than 4 s: {', '.join(measured.short)}."
+        line += f" Uncertain, because these runs took less than 4 s: {', '.join(measured.short)}."
     slower = work.together.per_sample / alone.per_sample - 1
     busiest = min(machine.on_host(max(prediction.question.ranks)), machine.cores_per_host)
     if slower > 0 and work.num_together < busiest < math.inf:
         line += (
             f" {work.num_together} ranks slow each other down by {percent(slower)}. The prediction "
-            "assumes that this grows with the number of ranks, up to one rank per core."
+            "assumes that this loss grows with the number of ranks, up to one rank per core."
         )
     return line
 
 
 def _between(prediction: Prediction) -> str:
-    """Return the assumptions about the links between ranks."""
+    """Return a note with the assumptions about the links between ranks."""
     measured, question = prediction.found.measured, prediction.question
     machine, link = prediction.machine, prediction.machine.link
-    how = f"all-reduce algorithm: {machine.algorithm}"
+    how = f"The all-reduce algorithm is {machine.algorithm}."
     if not question.link and measured.devices is None:
-        cores = f"{measured.cores} cores shared by all ranks" if measured.shares_cores else "GPUs"
-        return f"This machine: {cores}; exchanges cost as much as over {link.text}, fitted; {how}."
+        cores = f"{measured.cores} cores, shared by all ranks" if measured.shares_cores else "GPUs"
+        exchanges = f"Exchanges take as long as over a link with {link.text} (fitted)."
+        return f"This machine has {cores}. {exchanges} {how}"
     line = "The link between any two ranks"
     if machine.inside is not None:
-        hosts = f"Hosts have {machine.ranks_per_host:g} ranks"
-        line = f"{hosts} with {machine.inside.text} inside; the link between hosts"
+        hosts = f"Each host has {machine.ranks_per_host:g} ranks"
+        line = f"{hosts}, connected by {machine.inside.text}. The link between hosts"
     line += f" is {question.link} ({link.text})" if question.link else f" is {link.text}"
-    line += f"; {how}."
+    line += f". {how}"
     if question.link and not question.step and measured.devices is None:
-        line += " Each rank's device is as fast as one rank here; --step sets another speed."
+        line += " Each device is as fast as one rank of this machine. --step sets another speed."
     return line
 
 
 def _batches(prediction: Prediction) -> str:
-    """Return the assumptions about sharing a batch, and about the variation of steps."""
+    """Return a note with the assumptions about the batch, and about the variation of steps."""
     work = prediction.work
     if work.is_weak:
-        line = f"Each rank has {work.batch_size:g} samples per step (weak scaling)"
+        line = f"Each rank has {work.batch_size:g} samples per step (weak scaling)."
     else:
-        line = f"All ranks share batches of {work.batch_size:g} samples (strong scaling)"
+        line = f"All ranks share a batch of {work.batch_size:g} samples (strong scaling)."
     if any(work.samples(num) < 1 for num in prediction.question.ranks):
-        line += "; numbers of ranks above the number of samples are omitted"
+        line += " There are no predictions for more ranks than samples."
     if not work.variation:
-        return f"{line}. All ranks take equally long."
-    return f"{line}. Steps vary by {percent(work.variation, 1)}, and ranks wait for the slowest."
+        return f"{line} All ranks take the same time for a step."
+    vary = f"The time of a step varies by {percent(work.variation, 1)}"
+    return f"{line} {vary}, and ranks wait for the slowest rank."
 
 
 # -- the picture ---------------------------------------------------------------------------
 
 
 def draw(prediction: Prediction) -> "Figure":
-    """Return a figure of throughput by ranks on log axes, with a name at the end of each line."""
+    """Return a figure of throughput by number of ranks, with logarithmic axes."""
     from ddpnb.reports.figures.curves import spread_out  # noqa: PLC0415  matplotlib: 0.3 s
 
     names, found = tuple(prediction.points), prediction.found.measured

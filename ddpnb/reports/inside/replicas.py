@@ -1,4 +1,4 @@
-"""The check for equal replicas, with likely causes of differences, from digests (kernel)."""
+"""The check that replicas are equal, and the likely causes of differences (kernel)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,17 +17,17 @@ from ddpnb.reports.style import MUTED
 from ddpnb.reports.table import Cell, Column, Table, table_row
 
 MAX_CHUNKS = 16
-"""At most this many chunks of one tensor are measured, summed over the measured ranks."""
+"""Maximum number of chunks of one tensor that are measured, summed over the measured ranks."""
 ROUNDING = 1e-5
-"""A difference of at most this share of the largest value may be a rounding error."""
+"""Maximum difference, relative to the largest value, that may be a rounding error."""
 MAX_SHOWN = 4
-"""The most groups of ranks that are listed."""
+"""Maximum number of groups of ranks that a text lists."""
 NO_DDP = "ddpnb found no DDP that wraps the model"
-MAY_BE_ROUNDING = "The difference is small, so it may be rounding from sums in another order."
+MAY_BE_ROUNDING = "The difference is small. It may be a rounding error of sums in another order."
 
 
 class Verdict(StrEnum):
-    """The result for a part, equal to the words in the table."""
+    """The result of comparing one part.  The table shows these words."""
 
     SAME = "✓ same"
     DIFFERENT = "✗ different"
@@ -41,7 +41,7 @@ COLOURS = {Verdict.SAME: "#2b7a3d", Verdict.DIFFERENT: "#d1495b"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The comparison of one part of an object, such as the gradients of ``model``."""
+    """The result of comparing one part of a variable, for example the gradients of ``model``."""
 
     name: str
     part: Part = Part.VALUES
@@ -52,23 +52,23 @@ class Finding:
     cause: str = ""
 
     tensor: str = ""
-    """The first tensor that differs between ranks.  All fields below are about this tensor."""
+    """Name of the first tensor that differs.  The following fields describe this tensor."""
     groups: tuple[tuple[int, ...], ...] = ()
-    """Groups of ranks with the same values; empty if no tensor differs."""
+    """Groups of ranks in which the tensor has the same values.  Empty if no tensor differs."""
     lacking: tuple[int, ...] = ()
-    """Ranks without this tensor."""
+    """Ranks that do not have this tensor."""
     texts: tuple[str, ...] = ()
-    """The type and shape in each group, such as ``"float32 [2]"``, if they are not equal."""
+    """Type and shape in each group (``"float32 [2]"``).  Empty if all groups have the same."""
     chunks: tuple[int, ...] = ()
-    """The chunks to measure; empty if there is nothing to measure."""
+    """Numbers of the tensor's chunks to measure.  Empty if the difference is not measured."""
     num_elements: int = 0
     num_measured: int = 0
     num_unequal: int = 0
-    """The number of measured elements that differ."""
+    """Number of measured elements that differ between ranks."""
     largest: float = math.nan
-    """The largest distance between two ranks' elements."""
+    """Largest difference between the values of the same element on two ranks."""
     scale: float = math.nan
-    """The largest absolute value among the elements measured."""
+    """Largest absolute value of the measured elements."""
 
     @property
     def label(self) -> str:
@@ -77,22 +77,22 @@ class Finding:
 
     @property
     def measured_ranks(self) -> tuple[int, ...]:
-        """The first rank of each group that is measured."""
+        """The ranks that ddpnb measures: the first rank of each group."""
         return tuple(ranks[0] for ranks in self.groups[:MAX_CHUNKS])
 
     @property
     def is_rounding(self) -> bool:
-        """True if the difference may come from sums in another order."""
+        """True if the difference is so small that it may be a rounding error."""
         return self.largest <= ROUNDING * self.scale
 
 
 def find(replicas: Sequence[RankReplica]) -> tuple[Finding, ...]:
-    """Return a finding for each part of each name."""
+    """Return a finding for each part of each variable."""
     found = []
     for name in dict.fromkeys(name for each in replicas for name in each.held):
         held = {each.rank: each.held[name] for each in replicas if name in each.held}
         if len(held) < len(replicas):
-            cause = f"Only {spoken_ranks(tuple(held))} ran the code that creates it."
+            cause = f"Only {spoken_ranks(tuple(held))} ran the code that creates {name}."
             found.append(Finding(name=name, cause=cause))
             continue
         for part in Part:
@@ -120,7 +120,7 @@ def _compare(name: str, part: Part, held: Mapping[int, Held]) -> Finding:
 
 
 def _grouped(finding: Finding, tensors: Mapping[int, TensorDigest | None]) -> Finding:
-    """Return a finding with the ranks grouped by the first tensor that differs."""
+    """Return the finding with groups of ranks that have the same values of the tensor."""
     groups: dict[TensorDigest, list[int]] = {}
     lacking: list[int] = []
     for rank, each in sorted(tensors.items()):
@@ -143,11 +143,11 @@ def _grouped(finding: Finding, tensors: Mapping[int, TensorDigest | None]) -> Fi
 
 
 def measured(finding: Finding, values: Sequence[NDArray[Any]]) -> Finding:
-    """Return a finding with the size of the first difference.
+    """Return the finding with the size of the difference.
 
     Args:
-        finding: a finding with chunks.
-        values: the values in the chunks, for each of the ``measured_ranks``.
+        finding: a finding with chunks to measure.
+        values: the values of these chunks, an array for each of the ``measured_ranks``.
     """
     stacked = np.stack(values)
     with np.errstate(all="ignore"):
@@ -163,7 +163,7 @@ def measured(finding: Finding, values: Sequence[NDArray[Any]]) -> Finding:
         scale=float(np.max(sizes[np.isfinite(sizes)], initial=0)),
     )
     is_same = found.num_unequal == 0 and found.num_measured == found.num_elements
-    if is_same and found.num_different == 1 and len(found.groups) <= MAX_CHUNKS:  # 0.0 and -0.0
+    if is_same and found.num_different == 1 and len(found.groups) <= MAX_CHUNKS:  # 0.0, -0.0
         return replace(finding, verdict=Verdict.SAME, num_different=0, groups=())
     return found
 
@@ -190,15 +190,16 @@ def with_causes(
 def _cause(
     finding: Finding, held: Sequence[Held], findings: Sequence[Finding], skipped: str
 ) -> str:
-    """Return the likely cause in a sentence or two, or ``""`` if nothing differs."""
+    """Return one or two sentences with the likely cause, or ``""`` if there is no difference."""
     is_ddp = all(each.is_ddp for each in held)
     match finding.verdict, finding.part:
         case Verdict.UNKNOWN, _:
-            return "Each rank holds a different shard by design." if finding.num_sharded else ""
+            return "Each rank has a different shard by design." if finding.num_sharded else ""
         case Verdict.SAME, Part.GRADIENTS if not is_ddp:
             return (
-                f"They are equal, but {NO_DDP}. Either your code sums them (does it divide by the "
-                "number of ranks?), or all ranks train on the same samples (no DistributedSampler)."
+                f"The gradients are equal, but {NO_DDP}. Either your code sums the gradients (does "
+                "it divide by the number of ranks?), or all ranks train on the same samples (no "
+                "DistributedSampler)."
             )
         case Verdict.SAME, _:
             return ""
@@ -213,8 +214,8 @@ def _cause(
         case _, Part.STATE if finding.lacking:
             return f"{spoken_ranks(finding.lacking).capitalize()} made no optimizer step yet."
         case _, Part.STATE:
-            return skipped or "It is computed from gradients, which differ now or differed before."
-    return "Each rank computed its values from its own samples or random numbers."
+            return skipped or "The gradients differ now, or they differed in an earlier step."
+    return "Each rank computed the values from its own samples or random numbers."
 
 
 def _of_parameters(
@@ -225,18 +226,18 @@ def _of_parameters(
     if skipped:
         return skipped
     if is_ddp and gradients is Verdict.DIFFERENT:
-        return "The optimizer made steps with gradients that DDP had not averaged."
+        return "The optimizer made a step with gradients that DDP had not averaged."
     if is_ddp and finding.is_rounding:
         return MAY_BE_ROUNDING
     if is_ddp:
         return (
             "DDP averages gradients, not weights. After DDP copied rank 0's weights, a rank "
-            "skipped a step or changed its weights (load_state_dict, if rank == 0)."
+            "skipped a step or changed its weights (look for load_state_dict and if rank == 0)."
         )
     if gradients is None:
         return (
             f"There are no gradients yet, and {NO_DDP}. Each rank drew its own initial weights. "
-            "Set the same seed on all ranks, or wrap the model in DDP, which copies rank 0's."
+            "Set the same seed on all ranks, or wrap the model in DDP to copy rank 0's weights."
         )
     if gradients is Verdict.SAME:
         return (
@@ -253,29 +254,30 @@ def _of_gradients(finding: Finding, *, is_ddp: bool) -> str:
             "zero_grad() before the check."
         )
     if not is_ddp:
-        return f"The gradients come from each rank's own samples, because {NO_DDP}."
+        return f"Each rank computed gradients from its own samples, because {NO_DDP}."
     if finding.is_rounding:
         return MAY_BE_ROUNDING
     return (
-        "The last backward pass ran under no_sync() or through the module inside DDP, or a rank "
+        "The last backward pass bypassed DDP (under no_sync() or with the inner module). Or a rank "
         "changed its gradients afterwards, for example by clipping with its own norm."
     )
 
 
 def _of_buffers(finding: Finding, *, is_ddp: bool) -> str:
     if not _is_statistic(finding.tensor):
-        return "Each rank updated its own copy, because DDP averages only gradients."
+        return "Each rank updated its buffers separately, because DDP averages only gradients."
     if finding.verdict is Verdict.FACT:
-        why = "by design, DDP sends rank 0's before each forward pass. Save and evaluate rank 0's"
+        why = "By design, DDP sends rank 0's buffers to all ranks before each forward pass. "
+        why += "Save and evaluate the model of rank 0"
     elif is_ddp:
         why = "DDP has broadcast_buffers=False, so it never sends rank 0's statistics"
     else:
-        why = f"{NO_DDP}, so rank 0's statistics are not sent"
-    return f"Each rank computes BatchNorm's statistics from its own samples: {why}."
+        why = f"Rank 0's statistics are not sent, because {NO_DDP}"
+    return f"Each rank computes BatchNorm's statistics from its own samples. {why}."
 
 
 def _is_by_design(finding: Finding, held: Sequence[Held]) -> bool:
-    """Return True for statistics that DDP sends before the next forward pass."""
+    """Return True if the part has only statistics that DDP sends before the next forward pass."""
     return finding.part is Part.BUFFERS and all(
         each.is_ddp
         and each.syncs_buffers
@@ -285,12 +287,12 @@ def _is_by_design(finding: Finding, held: Sequence[Held]) -> bool:
 
 
 def _is_statistic(buffer: str) -> bool:
-    """Return True if a buffer's name is one of BatchNorm's."""
+    """Return True if a buffer's name is the name of one of BatchNorm's buffers."""
     return buffer.endswith(("running_mean", "running_var", "num_batches_tracked"))
 
 
 def _skipped_step(replicas: Sequence[RankReplica]) -> str:
-    """Return a sentence about an optimizer with different numbers of steps, or ``""``."""
+    """Return a sentence if ranks' optimizers counted different numbers of steps, else ``""``."""
     for name in dict.fromkeys(name for each in replicas for name in each.num_steps):
         counts: dict[int, list[int]] = {}
         for each in replicas:
@@ -307,16 +309,16 @@ def _skipped_step(replicas: Sequence[RankReplica]) -> str:
 @final
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ReplicaCheck(Shown):
-    """The result of comparing replicas: a table in a notebook, text elsewhere."""
+    """The result of comparing replicas.  A notebook shows a table, a terminal shows text."""
 
     findings: tuple[Finding, ...]
-    """The findings, with causes."""
+    """The findings with their likely causes."""
     ranks: tuple[int, ...]
     """The ranks that were compared."""
 
     @property
     def is_same(self) -> bool:
-        """True if no compared part differs, except by design."""
+        """True if all compared parts are the same, except parts that differ by design."""
         return not self._labels(Verdict.DIFFERENT)
 
     def _labels(self, verdict: Verdict) -> list[str]:
@@ -326,7 +328,7 @@ class ReplicaCheck(Shown):
         """Return the result in a sentence."""
         where = spoken_ranks(self.ranks)
         if len(self._labels(Verdict.UNKNOWN)) == len(self.findings):
-            return f"No part can be compared on {where}."
+            return f"The replicas on {where} cannot be compared."
         if different := self._labels(Verdict.DIFFERENT):
             return f"The replicas on {where} differ: {listed(different)}."
         by_design = self._labels(Verdict.FACT)
@@ -334,7 +336,7 @@ class ReplicaCheck(Shown):
         return f"The replicas are the same on {where}{but}."
 
     def table(self) -> Table:
-        """Return one row per part, with the result, the first difference and its likely cause."""
+        """Return a table with one row per part: result, first difference and likely cause."""
         rows = []
         for each in self.findings:
             colour = COLOURS.get(each.verdict, MUTED)
@@ -353,7 +355,7 @@ class ReplicaCheck(Shown):
         )
 
     def text(self) -> str:
-        """Return the result for a terminal: a line per part, with differences below."""
+        """Return the result as text: a line for each part, and below it its difference."""
         lines = [self.sentence(), ""]
         width = max((len(each.label) for each in self.findings), default=0)
         for each in self.findings:
@@ -379,7 +381,7 @@ def described(finding: Finding) -> str:
 
 
 def _between(finding: Finding) -> str:
-    """Return the groups: ``"ranks 0,2 against rank 1"``, ``"float32 [2] on rank 0 and ..."``."""
+    """Return the groups of ranks that differ, e.g. ``"ranks 0,2 against rank 1"``."""
     if finding.lacking:
         return f"missing on {spoken_ranks(finding.lacking)}"
     if len(finding.groups) > MAX_SHOWN:
@@ -395,11 +397,11 @@ def _size(finding: Finding) -> str:
     if not finding.num_measured:
         return ""
     if finding.num_unequal == 0:
-        return ", equal in all measured elements"
+        return ", but all measured elements are equal"
     of = f"{finding.num_measured:,} element{'s' if finding.num_measured > 1 else ''}"
     if finding.num_measured < finding.num_elements:
         of += f" measured, of {finding.num_elements:,}"
-    largest = "some are NaN or infinite"
+    largest = "some values are NaN or infinite"
     if math.isfinite(finding.largest):
         largest = f"at most {finding.largest:.3g} apart, among values up to {finding.scale:.3g}"
     return f", {finding.num_unequal:,} of {of}: {largest}"

@@ -1,4 +1,4 @@
-"""The samples that each rank gets, as a picture and a table (kernel)."""
+"""A picture and a table of the samples that each rank gets from its sampler (kernel)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,27 +30,27 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_CELLS = 40
-"""The most cells in a row of the picture."""
+"""Maximum number of cells in a row of the picture."""
 MAX_LISTED = 24
-"""The most samples that the table lists for each rank."""
+"""Maximum number of samples that the table lists for each rank."""
 
 LABELS, SUMMARIES, ROW, TICKS = 1.2, 2.6, 0.42, 0.45
-"""Inches for the rows' names at the left, their summaries at the right, a row, and the ticks."""
+"""Width of rows' names and of rows' summaries, height of a row and of the ticks, in inches."""
 MAX_CELL, GAP = 0.6, 0.02
 POINTS = 10.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The samples that one epoch hands out."""
+    """The samples that all ranks get in one epoch."""
 
     label: str
     num_cells: int
     handed_out: tuple[Indices, ...]
-    """The samples of each rank, in the rank's order."""
+    """For each rank, the indices of its samples, in the order in which the rank gets them."""
 
     def owners(self) -> dict[int, list[int]]:
-        """Return the ranks that get each shown cell, twice if a rank gets the cell twice."""
+        """Return the ranks that get each drawn sample.  A rank may be listed twice."""
         end = min(self.num_cells, MAX_CELLS)
         owners: dict[int, list[int]] = {cell: [] for cell in range(end)}
         for rank, indices in enumerate(self.handed_out):
@@ -59,7 +59,7 @@ class Row:
         return owners
 
     def repeated(self) -> Indices:
-        """Return the samples that are handed out more than once."""
+        """Return the samples that ranks get more than once in total."""
         return np.flatnonzero(self._counts() > 1)
 
     def absent(self) -> Indices:
@@ -70,11 +70,11 @@ class Row:
         return np.bincount(np.concatenate(self.handed_out), minlength=self.num_cells)
 
     def is_like(self, other: "Row") -> bool:
-        """Return True if another row hands out the same samples in the same order."""
+        """Return True if the ranks get the same samples in the same order as in another row."""
         return all(map(np.array_equal, self.handed_out, other.handed_out))
 
     def shares(self) -> str:
-        """Return the number of samples per rank: ``"8 each"``, ``"3 to 5 each"``."""
+        """Return the number of samples of a rank: ``"8 each"`` or ``"3 to 5 each"``."""
         sizes = [len(each) for each in self.handed_out]
         low, high = min(sizes), max(sizes)
         return f"{low:,} each" if low == high else f"{low:,} to {high:,} each"
@@ -83,7 +83,7 @@ class Row:
 @final
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Handout(Shown):
-    """The ranks' samples: a picture by sample, and a table in each rank's order."""
+    """The samples of all ranks: a picture with a cell per sample, a table with a row per rank."""
 
     title: str
     rows: tuple[Row, ...]
@@ -92,15 +92,16 @@ class Handout(Shown):
     """Sentences below the picture and the table."""
 
     def pictures(self) -> list[Picture]:
-        """Return the picture."""
+        """Return a list that contains the picture."""
         return [Picture(draw(self), " ".join([f"{self.title}.", *self.notes]))]
 
     def table(self) -> Table:
-        """Return a row for each rank, with a column for each epoch."""
+        """Return a table with a row for each rank and a column for each epoch."""
         num_ranks = len(self.rows[0].handed_out)
         shown = [map(_numbers, row.handed_out[:MAX_RANKS]) for row in self.rows]
         ranks = enumerate(zip(*shown, strict=True))
-        rest = [f"And {num_ranks - MAX_RANKS} more ranks."] if num_ranks > MAX_RANKS else []
+        is_cut = num_ranks > MAX_RANKS
+        rest = [f"The table shows {MAX_RANKS} of {num_ranks} ranks."] if is_cut else []
         return Table(
             caption=self.title,
             columns=(
@@ -113,14 +114,14 @@ class Handout(Shown):
 
 
 def _numbers(indices: Indices) -> str:
-    """Return the first numbers as text, and the number of further numbers."""
+    """Return a text with the first indices of a rank, and with the number of further indices."""
     shown = " ".join(map(str, indices[:MAX_LISTED]))
     num_more = len(indices) - MAX_LISTED
     return shown if num_more <= 0 else f"{shown} ... ({num_more:,} more)"
 
 
 def handout_of(spec: SamplerSpec, found: Sequence[RankSamples]) -> Handout:
-    """Return the samples that the ranks' samplers hand out."""
+    """Return a ``Handout`` of the samples that the samplers of all ranks gave."""
     kind = found[0].kind
     seen = [int(epoch.max(initial=0)) + 1 for each in found for epoch in each.epochs]
     num_samples = max(*seen, *(each.num_samples for each in found))
@@ -148,19 +149,19 @@ def _sampler_notes(
     if len(found) > 1 and all(np.array_equal(np.sort(e), whole) for e in first.handed_out):
         notes.append(
             f"Every rank gets the same samples, so they do the same work {len(found)} times. "
-            "Use a DistributedSampler to share the samples."
+            "Use a DistributedSampler to share the samples between the ranks."
         )
     elif len(found) > 1 and (num := len(first.repeated())):
         why = "padding gives all ranks the same number of samples"
         if not found[0].has_set_epoch:
-            why = "each rank draws independently; use a DistributedSampler to share the samples"
-        notes.append(f"{counted(num, 'sample')} handed out more than once: {why}.")
+            why = "each rank draws samples independently. A DistributedSampler avoids this"
+        notes.append(f"Used more than once: {counted(num, 'sample')}, because {why}.")
     if num := len(first.absent()):
-        notes.append(f"{counted(num, 'sample')} left out in {first.label}.")
+        notes.append(f"Not used by any rank in {first.label}: {counted(num, 'sample')}.")
     if not found[0].has_set_epoch:
-        notes.append("The sampler has no set_epoch, so a random order is only an example.")
+        notes.append("The sampler has no set_epoch. If it shuffles, the next epoch may differ.")
     elif len(rows) > 1 and all(row.is_like(first) for row in rows):
-        why = "only set_epoch(epoch) shuffles again" if spec.shuffle else "there is no shuffling"
+        why = "your code must call set_epoch(epoch)" if spec.shuffle else "there is no shuffling"
         if spec.expression:
             why = "it does not shuffle, or your code has not called its set_epoch(epoch) yet"
         notes.append(f"Every epoch is the same: {why}.")
@@ -171,11 +172,11 @@ def _sampler_notes(
 
 
 def draw(handout: Handout) -> "Figure":
-    """Return a figure with a row of cells for each epoch, coloured and numbered by rank."""
+    """Return a figure with a row for each epoch.  A cell is a sample, in the colour of its rank."""
     rows = handout.rows
     num_columns = min(max(row.num_cells for row in rows), MAX_CELLS)
     num_ranks = len(rows[0].handed_out)
-    key = "A cell's number is its rank.  Pale: handed out more than once.  ×: left out."
+    key = "Numbers are ranks.  A pale sample is used more than once.  A sample with × is not used."
     height = ROW * len(rows)
     sheet = Sheet(handout.title, height + TICKS, [key])
     axes = sheet.axes(height, left=LABELS)
@@ -205,7 +206,7 @@ def draw(handout: Handout) -> "Figure":
 def _draw_cell(
     axes: "Axes", left: float, middle: float, width: float, owners: Sequence[int]
 ) -> None:
-    """Draw a cell in its rank's colour, or pale for several ranks, or dashed for no rank."""
+    """Draw a cell in the colour of its rank, pale for several ranks, or dashed without a rank."""
     colour = rank_colour(owners[0]) if len(owners) == 1 else RULE if owners else PAPER
     text = ",".join(map(str, owners)) if len(owners) <= 2 else f"{len(owners)}×"
     x, wide, high = left + GAP, width - 2 * GAP, ROW - 4 * GAP

@@ -1,7 +1,7 @@
-"""The ranks' activity on one time line (kernel).
+"""A timeline of the activity of all ranks (kernel).
 
-A rank has a row for computing and waiting, and a row for communication.  If all ranks of a group
-make the same call, the bar of an early rank is hatched until the last rank makes the call.
+Each rank has a row for computing and waiting, and a row for communication.  If an early rank waits
+in a call for other ranks, its bar is hatched until the last rank makes the same call.
 """
 
 import math
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROW_HEIGHT, MAX_ROWS_HEIGHT, TICKS_HEIGHT = 0.36, 8.0, 0.75
-"""Inches for a row, for all rows at most, and for ticks and their label."""
+"""Height of a row, maximum height of all rows, height of the ticks with their label, in inches."""
 CHARACTER_WIDTH = 0.082
-"""Width in inches of a character in a bar's name."""
+"""Width of a character in a bar's name, in inches."""
 PIXELS = (WIDTH - ROW_NAMES - RIGHT) * DPI
 """Length of the time axis in pixels."""
 SMALL = SMALL_POINTS - 2.5
 MAX_COLOURS = 9
-"""The most names in the legend."""
+"""Maximum number of colours in the legend."""
 COLOURS = {
     "forward": PART_COLOURS["forward"],
     "backward": PART_COLOURS["backward"],
@@ -54,16 +54,16 @@ OTHER_COLOURS = (
     *("#2b7a78", "#8d8d99", "#4f6db8", "#a05195", "#c97b2a"),
     *("#6a994e", "#7a5c9e", "#b5654a", "#386641"),
 )
-"""Colours of all other kinds of spans, in order of their first span."""
+"""Colours of all other kinds of spans.  The kind that begins first has the first colour."""
 
 Bar = tuple[Span, float]
-"""A span, and the time until which it waits for the last rank to make the same call."""
+"""A span, and the time until which it waits for other ranks (its start if it does not wait)."""
 
 
 def draw_timeline(
     title: str, spans: Sequence[Span], num_ranks: int, notes: Sequence[str]
 ) -> "Figure":
-    """Return a figure with a band for each of up to 16 ranks, and time from left to right."""
+    """Return a figure with a band of rows for each rank, for at most 16 ranks."""
     begin, end = bounds(spans)
     scale, unit = time_unit(end - begin)
     spans = [
@@ -76,7 +76,7 @@ def draw_timeline(
     num_rows = sum(map(len, bands)) + 0.5 * len(bands)
     height = min(num_rows * ROW_HEIGHT, MAX_ROWS_HEIGHT)
     rest = num_ranks - len(bands)
-    missing = [f"And {counted(rest, 'more rank')}, not drawn."] if rest else []
+    missing = [f"The picture does not show {counted(rest, 'more rank')}."] if rest else []
     sheet = Sheet(title, height + TICKS_HEIGHT, [*missing, *notes])
     axes = sheet.axes(height, left=ROW_NAMES)
     dress(axes, x_label=f"{unit} since the first call")
@@ -104,11 +104,11 @@ def draw_timeline(
 
 
 def last_arrivals(spans: Sequence[Span]) -> list[float]:
-    """Return for each span the time until which it waited for the last rank's matching call.
+    """Return, for each span, the time at which the last rank made the matching call.
 
-    The k-th call of a rank in a group matches the k-th call of each other rank there.  A ``send``
-    matches the receiver's ``recv``.  The result is the span's start if the span did not wait, or
-    if the other ranks' calls are not known.
+    Number k of a rank's calls in a group matches number k of each other rank's calls in the group.
+    A ``send`` matches the receiver's ``recv``.  If the span did not wait, or if other ranks' calls
+    are not known, the time is the span's start.
     """
     found = [span.start for span in spans]
     numbers: Counter[Any] = Counter()
@@ -126,20 +126,20 @@ def last_arrivals(spans: Sequence[Span]) -> list[float]:
         last = spans[indices[-1]].start
         for index in indices:
             span = spans[index]
-            if span.name != "send" and last <= span.end:  # otherwise it did not wait
+            if span.name != "send" and last <= span.end:  # otherwise the span did not wait
                 found[index] = last
     return found
 
 
 def bounds(spans: Sequence[Span]) -> tuple[float, float]:
-    """Return the first start and the last end, which differ by at least 1 µs."""
+    """Return the start of the first span and the end of the last span, at least 1 µs apart."""
     begin = min((span.start for span in spans), default=0.0)
     end = max((span.end for span in spans), default=0.0)
     return begin, end if end > begin else begin + 1e-6
 
 
 def _rows(rank: int, bars: Sequence[Bar]) -> dict[str, list[Bar]]:
-    """Return the rows of a rank with their bars, at least one row."""
+    """Return the rows of a rank with their bars.  A rank without spans has one empty row."""
     rows: dict[str, list[Bar]] = {"compute": [], "exchange": []}
     for span, until in bars:
         if span.rank == rank:
@@ -149,19 +149,19 @@ def _rows(rank: int, bars: Sequence[Bar]) -> dict[str, list[Bar]]:
 
 
 def _colours(spans: Sequence[Span]) -> dict[str, str]:
-    """Return the colour of each kind of span except waiting."""
+    """Return the colour of each kind of span.  Waiting has no colour."""
     kinds = dict.fromkeys(_kind(span) for span in spans if span.lane != "wait")
     others = cycle(OTHER_COLOURS)
     return {kind: COLOURS.get(kind) or next(others) for kind in kinds}
 
 
 def _kind(span: Span) -> str:
-    """Return a span's name in the legend, which is ``"bucket"`` for all buckets."""
+    """Return the name of a span in the legend.  All buckets have the name ``"bucket"``."""
     return "bucket" if span.name.startswith("bucket") else span.name
 
 
 def _draw_row(axes: "Axes", top: float, bars: list[Bar], colours: Mapping[str, str]) -> None:
-    """Draw bars at least a pixel wide, except bars that would add less than half a pixel."""
+    """Draw the bars of a row, at least a pixel wide.  Bars that would be hidden are left out."""
     pixel = axes.get_xlim()[1] / PIXELS
     height = (top + 0.08, 0.84)
     solid: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -182,7 +182,7 @@ def _draw_row(axes: "Axes", top: float, bars: list[Bar], colours: Mapping[str, s
             hatched.append((span.start, until - span.start))
         _write_name(axes, span, until, min(span.end, next_start), top + 0.52, ink_on(colour))
     for colour, places in solid.items():
-        # an edge would hide a thin bar
+        # a thin bar has no edge, because the edge would cover the bar
         edge = PAPER if min(width for _, width in places) > 4 * pixel else "none"
         axes.broken_barh(places, height, facecolor=colour, edgecolor=edge, linewidth=0.4, zorder=2)
     axes.broken_barh(hatched, height, zorder=3, **WAITING)
@@ -191,7 +191,7 @@ def _draw_row(axes: "Axes", top: float, bars: list[Bar], colours: Mapping[str, s
 def _write_name(
     axes: "Axes", span: Span, start: float, end: float, middle: float, ink: str
 ) -> None:
-    """Write a span's name into its bar, with its size and line if they fit."""
+    """Write a span's name into its bar, with the number of bytes and the line if they fit."""
     inches = (end - start) / axes.get_xlim()[1] * PIXELS / DPI
     named = f"{span.name} {size(span.num_bytes)}" if span.num_bytes else span.name
     for text in (f"{named}, {span.line}" if span.line else named, named, span.name):

@@ -1,4 +1,4 @@
-"""The trace of a cell as a picture, a text and a file for Perfetto (kernel)."""
+"""The trace of a cell, shown as a picture, a text and a file for Perfetto (kernel)."""
 
 import json
 from collections.abc import Sequence
@@ -12,22 +12,23 @@ from ddpnb.reports.inside.timeline import bounds, draw_timeline, last_arrivals
 from ddpnb.reports.kit import Picture, Shown
 
 MAX_LINES = 40
-"""The number of spans in the text."""
+"""Maximum number of spans in the text."""
 BARS = "A bar lasts from a call until its exchange is complete.  Between bars, the rank computes."
 SEVERAL_CLOCKS = (
-    "Hosts are aligned by their clocks' time of day, so their times may be off by milliseconds."
+    "The timelines of different hosts are aligned by their system clocks, so they may be off by a "
+    "few milliseconds."
 )
-ON_GPU = "NCCL's bars end when the call is queued on the GPU, not when the exchange is complete."
+ON_GPU = "NCCL's bars end when the call is queued on the GPU, before the exchange is complete."
 NOTHING = (
-    "No rank used a collective, send or recv in this cell, so there is nothing to draw.  Call "
-    "dist.all_reduce, or train with DDP, in a cell with %%ddp --trace."
+    "No rank used a collective, send or recv in this cell, so there is nothing to draw.  In a cell "
+    "with %%ddp --trace, call for example dist.all_reduce, or train with DDP."
 )
 
 
 @final
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TraceResult(Shown):
-    """The trace of one cell, shown as a picture and as text."""
+    """The trace of one cell.  It is shown as a picture and as text."""
 
     endings: ClassVar = {".json": "open it at ui.perfetto.dev or chrome://tracing", **Shown.endings}
 
@@ -35,21 +36,21 @@ class TraceResult(Shown):
     num_ranks: int
     spans: Sequence[Span]
     notes: tuple[str, ...] = ()
-    """Sentences below the picture."""
+    """Sentences that are shown below the picture."""
 
     def pictures(self) -> list[Picture]:
-        """Return the time line, or nothing if there are no spans."""
+        """Return a list that contains the timeline, or an empty list if there are no spans."""
         if not self.spans:
             return []
         figure = draw_timeline(self.title, self.spans, self.num_ranks, self.notes)
         return [Picture(figure, self.title)]
 
     def text(self) -> str:
-        """Return the first spans, one per line: start, rank, call, duration, size, group, line."""
+        """Return a line for each of the first spans: start, call, duration, bytes, group."""
         if not self.spans:
             return NOTHING
         begin, end = bounds(self.spans)
-        duration = f"{in_units(end - begin)} from the start of the first call to the last end"
+        duration = f"{in_units(end - begin)} from the first call's start to the last call's end"
         lines = [f"{self.title}: {duration}", *self.notes]
         calls = sorted(
             zip(self.spans, last_arrivals(self.spans), strict=True),
@@ -58,11 +59,11 @@ class TraceResult(Shown):
         for span, until in calls[:MAX_LINES]:
             lines.append(f"  {in_units(span.start - begin):>8}  {_described(span, until)}")
         if len(calls) > MAX_LINES:
-            lines.append(f"  and {len(calls) - MAX_LINES:,} more")
+            lines.append(f"  and {len(calls) - MAX_LINES:,} more calls")
         return "\n".join(lines)
 
     def content(self, ending: str) -> bytes:
-        """Return the content of a file, for Perfetto a trace in Chrome's format."""
+        """Return the bytes of a file.  A ``.json`` file for Perfetto has Chrome's trace format."""
         if ending == ".json":
             return json.dumps(chrome_trace(self)).encode()
         return super().content(ending)
@@ -91,9 +92,9 @@ def joined(
 
     Args:
         title: the title above the picture.
-        recorded: the spans of each rank that reported them.
+        recorded: the spans of each rank that sent its spans.
         hosts: the host of each rank of the cluster.
-        ranks: the ranks that ran the cell; empty for all ranks.
+        ranks: the ranks that ran the cell.  If empty, all ranks ran the cell.
         backend: the backend of the default group.
     """
     are_several = len(set(hosts)) > 1
@@ -108,7 +109,7 @@ def joined(
     if missing:
         notes.append(f"There are no records of rank {format_ranks(missing)}.")
     if num_dropped := sum(each.num_dropped for each in recorded):
-        notes.append(f"A trace keeps each rank's first calls; {num_dropped:,} calls are missing.")
+        notes.append(f"{num_dropped:,} calls are missing: only each rank's first calls are kept.")
     if num_open := sum(each.num_open for each in recorded):
         notes.append(f"{counted(num_open, 'call')} had not ended when the cell ended.")
     if backend == "nccl":
@@ -122,9 +123,9 @@ def joined(
 def chrome_trace(trace: TraceResult) -> dict[str, Any]:
     """Return a trace in Chrome's trace event format, like a trace of torch's profiler.
 
-    Each rank is a process with a thread, or several threads if its spans overlap.  A span's
-    arguments have torch's names if torch has a name.  The time that a call waits for the last
-    rank is a span inside the call's span.
+    A rank is shown as a process with one thread, or with several threads if its spans overlap.
+    Arguments of spans have the names that torch uses, if there are such names.  If a call waits
+    for the last rank, its span contains another span for the waiting time.
     """
     begin, _ = bounds(trace.spans)
     events: list[dict[str, Any]] = []

@@ -1,7 +1,7 @@
-"""Versions that asynchronous workers read and write, their staleness and its bound (kernel).
+"""Versions of the parameters that asynchronous workers read and write, and staleness (kernel).
 
-For each gradient, the server reports the new version and the gradient's staleness.  These two
-numbers determine the version that the worker had read.
+For each gradient, the server reports the new version and the gradient's staleness.  ddpnb computes
+the version that the worker had read from these two numbers.
 """
 
 import math
@@ -38,19 +38,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_UPDATES = 36
-"""The number of gradients that are drawn, but at least three per worker."""
+"""Number of gradients that are drawn.  With many workers, three gradients per worker are drawn."""
 SHOWN_WAIT_SECONDS = 1e-4
-"""Waits for other workers are drawn if they last longer than this."""
+"""Waiting for other workers is drawn if it lasts longer than this number of seconds."""
 ROW, LEAST_ROW, ROWS_HEIGHT, TICKS_HEIGHT = 0.44, 0.26, 3.6, 0.75
-"""Inches for a worker's row, for its smallest height, for all rows, and for ticks and label."""
+"""Maximum and minimum height of a row, height of all rows, height of the ticks, in inches."""
 SMALL = SMALL_POINTS - 2.5
 SENDS = PART_COLOURS["communication"]
 
 Updates = Any
 """A record array with a row for each update: the new ``version``, the ``rank`` of the gradient,
-the version that the worker had ``read``, and the ``staleness``.  Other fields are times in seconds
-of training: ``start`` and ``end`` of the worker's step, and the moments when the gradient was
-``pushed``, when the server had ``written`` it, and when the bound ``released`` the worker."""
+the version that the worker had ``read``, and the ``staleness``.  All other fields are times in
+seconds of training.  ``start`` and ``end`` are the times of the worker's step.  The worker has
+``pushed`` the gradient, the server has ``written`` it, the bound has ``released`` the worker."""
 
 
 @final
@@ -63,12 +63,12 @@ class AsyncInspection(Shown):
     """The updates, in the order of the versions."""
     num_ranks: int
     bound: int
-    """The number of steps that a worker may be ahead of the slowest worker, or -1 for no bound."""
+    """Maximum steps that a worker may be ahead of the slowest worker.  -1 means no maximum."""
     marks: tuple[Mark, ...] = ()
     notes: tuple[str, ...] = ()
 
     def window(self) -> Updates:
-        """Return the updates that are drawn: around a death, otherwise after the first steps."""
+        """Return the updates to draw: around a death, or if no rank died, after the first steps."""
         num = max(MAX_UPDATES, 3 * min(self.num_ranks, MAX_RANKS))
         first = 2 * self.num_ranks
         if deaths := [mark.seconds for mark in self.marks if mark.kind.is_death]:
@@ -77,22 +77,22 @@ class AsyncInspection(Shown):
         return self.updates[first : first + num]
 
     def about(self, rank: int) -> str:
-        """Return the number of a worker's gradients, drawn or not, and their mean staleness."""
+        """Return a text with the number and the mean staleness of all gradients of a worker."""
         own = self.updates.staleness[self.updates.rank == rank]
         mean = own.mean() if len(own) else math.nan
         return f"{counted(len(own), 'gradient')}, mean staleness {number(mean, 2)}"
 
     def words(self) -> list[str]:
-        """Return sentences about staleness, the bound and events of the run."""
+        """Return sentences about the staleness, the bound and the events of the run."""
         usual = 0 if self.bound == 0 else self.num_ranks - 1
         said = [
-            "Staleness: updates by other workers between a worker's read and its own update, "
-            f"about {usual} with {counted(self.num_ranks, 'equally fast worker')}."
+            "Staleness is the number of updates by other workers between a worker's read and its "
+            f"own update: about {usual} with {counted(self.num_ranks, 'equally fast worker')}."
         ]
         if self.bound >= 0:
             said.append(
-                f"The bound: a worker waits if it is more than {counted(self.bound, 'step')} ahead "
-                "of the slowest worker."
+                f"bound={self.bound} means that a worker waits if it is more than "
+                f"{counted(self.bound, 'step')} ahead of the slowest worker."
             )
         for mark in self.marks:
             if mark.kind is not MarkKind.OTHER:
@@ -100,17 +100,17 @@ class AsyncInspection(Shown):
         return [*said, *self.notes]
 
     def pictures(self) -> list[Picture]:
-        """Return the picture."""
+        """Return a list that contains the picture."""
         return [Picture(draw_versions(self), self.title)]
 
     def text(self) -> str:
-        """Return a line for each worker, and the sentences below."""
+        """Return the title, a line for each worker, and the sentences about the run."""
         workers = [f"rank {rank}: {self.about(rank)}" for rank in range(self.num_ranks)]
         return "\n".join([self.title, *workers, *self.words()])
 
 
 def async_inspection(comparison: Comparison) -> AsyncInspection:
-    """Return the versions of the comparison's last ``async`` run.
+    """Return the inspection of the last ``async`` run of a comparison.
 
     Raises:
         UserError: the comparison has no run of ``async``.
@@ -118,7 +118,10 @@ def async_inspection(comparison: Comparison) -> AsyncInspection:
     runs = [run for run in comparison.runs if parse_strategy(run.name).name == "async"]
     if not runs:
         names = ", ".join(dict.fromkeys(run.name for run in comparison.runs)) or "no run"
-        raise UserError(f"Only async has versions, but {comparison.name} contains {names}.")
+        raise UserError(
+            f"Only runs of async can be inspected, but {comparison.name} contains {names}. Train "
+            "with %ddp_compare async first."
+        )
     run = runs[-1]
     task = f" on {comparison.task}" if comparison.task not in ("", "cell") else ""
     return AsyncInspection(
@@ -144,7 +147,7 @@ def updates_of(run: RunSnapshot) -> Updates:
         "staleness": staleness,
         "start": pushed - sum(rows[part] for part in COMPUTED),
         "pushed": pushed,
-        "written": pushed + exchanged / 2,  # an estimate
+        "written": pushed + exchanged / 2,  # an estimate: half of the exchange
         "released": pushed + waited,
         "end": rows["seconds"],
     }
@@ -157,12 +160,13 @@ def updates_of(run: RunSnapshot) -> Updates:
 
 
 def draw_versions(inspection: AsyncInspection) -> "Figure":
-    """Return two panels of up to 16 workers: computing times, and each gradient's staleness."""
+    """Return a figure with two panels: the workers over time, and the staleness of gradients."""
     ranks = range(min(inspection.num_ranks, MAX_RANKS))
     shown = inspection.window()
     shown = shown[shown.rank < len(ranks)]
     rest = inspection.num_ranks - len(ranks)
-    notes = [*([f"And {rest} more workers."] if rest else []), *inspection.words()]
+    hidden = [f"The picture does not show {rest} more workers."] if rest else []
+    notes = [*hidden, *inspection.words()]
     row = max(LEAST_ROW, min(ROW, ROWS_HEIGHT / len(ranks)))
     lanes, arrows = row * (len(ranks) + 1), row * len(ranks)
     title = f"{inspection.title}: which version each worker reads and writes"
@@ -176,7 +180,7 @@ def draw_versions(inspection: AsyncInspection) -> "Figure":
 def _draw_lanes(
     axes: "Axes", inspection: AsyncInspection, shown: Updates, ranks: Sequence[int]
 ) -> None:
-    """Draw the server above, with a dot for each version, and a row for each worker below."""
+    """Draw the server's row with a dot for each version, and below it a row for each worker."""
     begin, end = float(shown.start.min()), float(shown.end.max())
     scale, unit = time_unit(end - begin)
     length = (end - begin) * scale
@@ -218,8 +222,8 @@ def _draw_lanes(
 def _draw_arrows(
     axes: "Axes", inspection: AsyncInspection, shown: Updates, ranks: Sequence[int]
 ) -> None:
-    """Draw an arrow for each gradient, from the version read to the version updated."""
-    dress(axes, x_label="version (arrows lead from the version read to the version updated)")
+    """Draw an arrow for each gradient: from the version that was read to the updated version."""
+    dress(axes, x_label="version (arrows: from the version that was read to the updated version)")
     low, high = shown.read.min(), shown.version.max()
     axes.set(ylim=(len(ranks), 0), yticks=[])
     axes.set_xlim(low - 0.6, high + 0.6 + 0.25 * (high - low))  # room for a text

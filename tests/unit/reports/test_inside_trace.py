@@ -63,7 +63,7 @@ def test_the_text_says_who_waited_and_how_long_and_is_shortened():
     line = "rank 0 all_reduce, 500 ms, 300 ms of it waiting for the last rank, 4.0 kB, ranks 0-1"
     assert line in TWO.text()
     many = trace_of(*(call(rank, k, k + 0.5) for k in range(2_000) for rank in (0, 1)))
-    assert many.text().endswith("and 3,960 more")
+    assert many.text().endswith("and 3,960 more calls")
 
 
 def test_the_file_has_a_process_per_rank_and_no_spans_that_cross():

@@ -61,7 +61,7 @@ def test_a_step_with_each_size_is_shown_above_the_table():
     assert (own[0].text, other[0].text) == ("25 MB (the model's)", "1 MB")
     assert [cell.text for cell in own[1:5]] == ["10.0 ms", "4.00 ms", "3.00 ms", "40"]
     assert own[5].text.startswith("900 B at 1.00 ms (layer.0.weight); 100 B at 2.00 ms (layer.1")
-    assert "without a part in the loss on rank 1: layer.1.weight." in inspection.text()
+    assert "did not contribute to the loss on rank 1: layer.1.weight." in inspection.text()
 
 
 # -- async ---------------------------------------------------------------------------------

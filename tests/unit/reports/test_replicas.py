@@ -80,8 +80,8 @@ def test_causes():
     result = checked(apart, "model", "optimizer")
     assert "The gradients are not averaged" in cause(result, Part.PARAMETERS)
     assert "own samples" in cause(result, Part.GRADIENTS)
-    assert "rank 0's statistics are not sent" in cause(result, Part.BUFFERS)
-    assert "which differ" in cause(result, Part.STATE)
+    assert "Rank 0's statistics are not sent" in cause(result, Part.BUFFERS)
+    assert "The gradients differ" in cause(result, Part.STATE)
     skipped = [trained(num_steps=3), trained(num_steps=2)]
     text = "A rank skipped a step: optimizer has counted 2 on rank 1 and 3 on rank 0."
     assert cause(checked(skipped, "model"), Part.PARAMETERS) == text  # the optimizer was not named
@@ -117,7 +117,7 @@ def test_tensors_of_any_kind():
     for one, other, said in (
         (torch.ones(3), torch.tensor([1.0, 2, 1]), "rank 1, 1 of 3 elements: at most 1 apart"),
         (torch.zeros(2), torch.zeros(3), "float32 [2] on rank 0 and float32 [3] on rank 1"),
-        (torch.ones(1), torch.tensor([float("nan")]), "some are NaN or infinite"),
+        (torch.ones(1), torch.tensor([float("nan")]), "some values are NaN or infinite"),
     ):
         assert said in checked([{"t": one}, {"t": other}], "t").text()
 

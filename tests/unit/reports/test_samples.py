@@ -27,7 +27,7 @@ def test_padding_repeats_samples_and_drop_last_leaves_some_out():
     assert padded.rows[0].owners()[0] == [0, 2]
     assert padded.rows[0].shares() == "8 each"
     assert padded.table().rows[2][1].text == "2 6 10 14 18 22 26 0"
-    assert "2 samples handed out more than once: padding gives" in padded.notes[0]
+    assert "Used more than once: 2 samples, because padding gives" in padded.notes[0]
     dropped = handed_out(4, SamplerSpec(num_samples=30, drop_last=True))
     assert dropped.rows[0].absent().tolist() == [28, 29]
     drawn = [each.get_text() for each in dropped.plot().figure.axes[0].texts]
@@ -45,7 +45,7 @@ def test_set_epoch_shuffles_anew_and_its_absence_is_said():
     assert shuffled.rows[2].handed_out[1].tolist() == list(sampler)
     stuck = handed_out(2, replace(spec, sets_epoch=False))
     assert stuck.rows[1].is_like(stuck.rows[0])
-    assert "only set_epoch(epoch) shuffles again" in stuck.notes[0]
+    assert "your code must call set_epoch(epoch)" in stuck.notes[0]
 
 
 def test_a_loader_whose_epoch_nobody_sets_repeats_itself():
