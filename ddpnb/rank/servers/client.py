@@ -1,12 +1,13 @@
 """Connect a worker of an asynchronous run to the queue on rank 0 (ranks).
 
-Rank 0's own worker calls the queue directly. Each other worker sends its requests through a socket.
-At the other end, a thread of rank 0 calls the queue. If a process dies, its socket closes at once.
+Rank 0's worker calls the queue directly. Each other worker sends requests through a socket to a
+thread of rank 0, and this thread calls the queue. If a process dies, its socket closes at once.
 
-On rank 0's host, the tensors are in shared memory. Messages through a Unix socket say which process
-may use the tensors. The kernel's locks in a socket order memory accesses on any processor. The
-socket is in the run folder, which no other user may enter. A process that starts later can find the
-socket without a collective. Workers on other hosts connect by TCP and send tensors after messages.
+On rank 0's host, the tensors are in shared memory. Messages through a Unix socket decide which
+process may use the tensors. Linux locks the socket for each message, so memory accesses stay in
+order on any processor. The socket is in the run folder, and other users cannot open this folder. A
+restarted worker finds the socket by its path, without a collective. Workers on other hosts connect
+by TCP, and send each tensor after a message.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ from ddpnb.rank.servers.server import HELLO, Server, connection_over, server_add
 from ddpnb.rank.worker import Worker
 
 MakeUpdates = Callable[[Sequence[PackedTensors]], UpdateCounter]
-"""Creates the object that workers read and write, on rank 0.
+"""Function that creates the ``UpdateCounter`` on rank 0.
 
 The argument is a list of copies of the parameters. The first copy has rank 0's parameters.
 """
@@ -51,21 +52,21 @@ class Client:
     """One worker's access to the queue. Rank 0's client also creates the queue.
 
     Every call blocks until the queue lets the worker continue. If the run is over, the call raises
-    ``RankLostError``. ``close`` before ``finish`` ends the run for all workers.
+    ``RankLostError``. If ``close`` is called before ``finish``, the run ends for all workers.
 
     Args:
-        worker: This worker. Every rank takes part, or one worker on rank 0's host that joins.
-            Parameters on a CPU move to memory that other ranks write. Parameters on another device
-            stay there, and new values are copied to the device.
-        num_copies: Copies of the parameters: one for each worker, or one that all workers update.
-        make_updates: Called on rank 0.
-        opened: Closes threads and sockets after ``close``.
-        timeout_seconds: Time within which at least one worker must make progress.
-        bound: Steps that a worker may be ahead of the slowest worker.
+        worker: This rank's worker. Every rank takes part. A restarted worker on rank 0's host joins
+            without the other ranks. Parameters on a CPU move to memory that other ranks write.
+            Parameters on another device stay there, and new values are copied to the device.
+        num_copies: Number of copies of the parameters: one for each worker, or one for all workers.
+        make_updates: Function that creates the ``UpdateCounter``. Only rank 0 calls this.
+        opened: Stack that closes threads and sockets after ``close``.
+        timeout_seconds: Maximum number of seconds without progress by any worker.
+        bound: Maximum number of steps that a worker may be ahead of the slowest worker.
 
     Raises:
-        RunOverError: There is no run to join.
-        RankLostError: Rank 0 is lost.
+        RunOverError: The worker cannot join, because the run has ended.
+        RankLostError: Rank 0 cannot be reached.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Client:
         bound: int = NO_BOUND,
     ) -> None:
         self.queue: WorkQueue | None = None
-        """The work queue, on rank 0. On other ranks, this is None."""
+        """The work queue, on rank 0. On other ranks, the queue is None."""
         self._worker = worker
         self._path = worker.folder / f"{worker.name}.s"
         """Address of the Unix socket on rank 0's host."""
@@ -100,7 +101,7 @@ class Client:
             self._meet(make_updates, bound)
 
     def begin(self) -> None:
-        """Wait for all workers. Get the first parameters and shards."""
+        """Wait for all workers, then get the first parameters and shards."""
         for parameter, tensor in zip(self._trained, self._copy.tensors, strict=True):
             if parameter.device.type == "cpu":
                 parameter.data = tensor
@@ -109,14 +110,14 @@ class Client:
         self._worker.meter.wait_until(reply.now)
 
     def shards(self) -> Iterator[int]:
-        """Yield the numbers of this worker's shards, until all shards are handed out."""
+        """Yield the numbers of this worker's shards, until the queue has no more shards."""
         while self._shards:
             yield self._shards.popleft()
 
     def step(self, weight: float, gradients: Gradients = ()) -> int:
-        """Report a step. Get parameters and the next shard. Return the staleness of the gradients.
+        """Report a step, and get parameters and the next shard. Return the update's staleness.
 
-        If the worker has made the update itself, there are no gradients.
+        If the worker has already updated the shared parameters, ``gradients`` is empty.
         """
         meter = self._worker.meter
         with meter.communicating():
@@ -133,7 +134,7 @@ class Client:
         return reply.staleness
 
     def finish(self) -> None:
-        """Wait until all workers are done. Get the final parameters."""
+        """Wait until all workers are done, then get the final parameters."""
         self._worker.meter.wait_until(self._call(RequestKind.DONE).now)
         self._is_over = True
         for parameter in self._trained:
@@ -141,7 +142,7 @@ class Client:
                 parameter.data = parameter.data.clone()  # in private memory
 
     def close(self) -> None:
-        """Report a failure unless this worker has finished. May be called twice."""
+        """Report that this worker has failed, unless it has finished. Repeated calls are safe."""
         if not self._is_over:
             self._is_over = True
             if self.queue is not None:
@@ -151,7 +152,7 @@ class Client:
                     self._connection.send_bytes(REQUEST.pack(RequestKind.FAIL, 0.0))
 
     def _meet(self, make_updates: MakeUpdates, bound: int) -> None:
-        """Let rank 0 listen and the other ranks connect. Every rank takes part."""
+        """Start the server on rank 0 and connect the other ranks to it. Every rank takes part."""
         worker = self._worker
         place = [0, 0]
         if worker.rank == SERVER_RANK:
@@ -184,7 +185,7 @@ class Client:
             raise RankLostError(SERVER_RANK) from error
 
     def _serve(self, queue: WorkQueue, num_remote: int) -> int:
-        """Start the server. Return the port for workers on other hosts, or 0 if there are none."""
+        """Start the server. Return the server's port for other hosts, or 0 if there are none."""
         opened = self._opened
         server = Server(queue, self._memory, self._trained, self._timeout)
         opened.callback(server.close)
@@ -200,7 +201,7 @@ class Client:
         return port
 
     def _connect(self, port: int = 0) -> None:
-        """Connect to rank 0, on this host if the port is 0. Raises ``OSError``."""
+        """Connect to rank 0 by TCP, or by the Unix socket if the port is 0. Raises ``OSError``."""
         worker, opened = self._worker, self._opened
         if port:
             address = server_address(), port
@@ -221,7 +222,7 @@ class Client:
             self._copy, self._gradients = memory.copy_of(worker.rank), memory.gradients(worker.rank)
 
     def _call(self, kind: RequestKind, weight: float = 0.0, gradients: Gradients = ()) -> Reply:
-        """Send a request to the queue. On rank 0, raise the queue's error, if there is one."""
+        """Send a request to the queue. On rank 0, raise the queue's error if it has one."""
         if self.queue is None:
             reply = self._ask(kind, weight, gradients)
         else:
@@ -238,12 +239,12 @@ class Client:
         return reply
 
     def _ask(self, kind: RequestKind, weight: float, gradients: Gradients) -> Reply:
-        """Send a request to rank 0's process."""
+        """Send a request to rank 0, and return the reply."""
         connection = self._connection
         if gradients:
             self._gradients.fill(gradients)
         try:
-            # If rank 0 has disconnected, it sent a last reply with the reason, which is read below.
+            # If rank 0 has disconnected, read its last reply, which contains the reason.
             with contextlib.suppress(OSError):
                 connection.send_bytes(REQUEST.pack(kind, weight))
                 if self._is_remote and kind is RequestKind.STEP:

@@ -1,7 +1,7 @@
 """Store tensors in memory that the ranks of a host share (ranks).
 
-``PackedTensors`` hold tensors of any shapes and types as bytes. Each tensor starts at a multiple of
-64 bytes, so one copy copies all tensors. Several processes can map the memory.
+``PackedTensors`` stores tensors of any shapes and types in one piece of memory, so that one
+operation copies all tensors. Each tensor starts at a multiple of 64 bytes.
 """
 
 import mmap
@@ -17,22 +17,22 @@ from torch import Tensor
 from ddpnb.protocol.processes import as_socket
 
 _ALIGNMENT_BYTES = 64
-"""Size of one cache line."""
+"""Size of one cache line, in bytes."""
 
 Gradients = Sequence[Tensor | None]
-"""One gradient for each parameter. None: the parameter has no gradient."""
+"""List with the gradient of each parameter, or None for a parameter without a gradient."""
 
 
 class PackedTensors(NamedTuple):
     """Tensors that share one piece of CPU memory."""
 
     raw: Tensor
-    """All bytes of the memory, as uint8."""
+    """All bytes of the memory, as a uint8 tensor."""
     tensors: list[Tensor]
-    """Views of the bytes, in the requested shapes and types."""
+    """Views of ``raw`` with the requested shapes and types."""
 
     def fill(self, values: Gradients) -> None:
-        """Copy detached values into the tensors, from any device. None is copied as zeros."""
+        """Copy detached values from any device into the tensors. A value of None becomes zeros."""
         for tensor, value in zip(self.tensors, values, strict=True):
             if value is None:
                 tensor.zero_()
@@ -41,29 +41,29 @@ class PackedTensors(NamedTuple):
 
 
 def pack(like: Sequence[Tensor]) -> PackedTensors:
-    """Return tensors of these shapes and types in private memory, with undefined values."""
+    """Return uninitialised tensors in private memory, with the shapes and types of ``like``."""
     return _views(torch.empty(_packed_num_bytes(like), dtype=torch.uint8, device="cpu"), like)
 
 
 @final
 class SharedMemory:
-    """Memory for the copies of all parameters, and for gradients.
+    """Shared memory for copies of all parameters, and for gradients.
 
-    The memory has no file name, so no file is left if a process dies. Processes send the memory
-    through a socket. No locks are needed, because a worker that writes gradients waits for the
-    reply. The worker's copy of the parameters changes only during this wait.
+    The memory has no file name, so no file is left if a process dies. Processes send the memory's
+    file descriptor through a socket. No locks are needed, because a worker that writes gradients
+    waits for the reply. The worker's copy of the parameters changes only during this wait.
 
     Args:
-        descriptor: File descriptor of the memory. ``close`` closes it.
+        descriptor: File descriptor of the memory. ``close`` closes the descriptor.
         like: Tensors with the shapes and types of the parameters.
-        num_copies: One copy for all workers, which update it, or one copy for each worker. In the
-            second case, each worker except rank 0 also has a place for gradients.
+        num_copies: Number of copies of the parameters: one for all workers, or one for each worker.
+            If each worker has a copy, all workers except rank 0 also have memory for gradients.
     """
 
     def __init__(self, descriptor: int, like: Sequence[Tensor], num_copies: int) -> None:
         self._descriptor = descriptor
         size, num_gradients = _packed_num_bytes(like), num_copies - 1
-        os.truncate(descriptor, (num_copies + num_gradients) * size)  # no effect if already so
+        os.truncate(descriptor, (num_copies + num_gradients) * size)  # no effect at this size
         whole = torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
         pieces = [_views(raw, like) for raw in whole.split(size)]
         self.copies, self._gradients = pieces[:num_copies], pieces[num_copies:]
@@ -75,7 +75,7 @@ class SharedMemory:
 
     @classmethod
     def receive(cls, connection: Connection, like: Sequence[Tensor], num_copies: int) -> Self:
-        """Map the memory that the peer process sends. Raises ``OSError`` if the peer is gone."""
+        """Map the memory that another process sends. Raises ``OSError`` if that process ended."""
         with as_socket(connection.fileno()) as end:
             _, descriptors, *_ = socket.recv_fds(end, 1, 1)
         if not descriptors:
@@ -83,20 +83,20 @@ class SharedMemory:
         return cls(descriptors[0], like, num_copies)
 
     def copy_of(self, rank: int) -> PackedTensors:
-        """Return the copy of the parameters on which a worker trains."""
+        """Return the copy of the parameters that a worker uses for training."""
         return self.copies[rank % len(self.copies)]
 
     def gradients(self, rank: int) -> PackedTensors:
-        """Return the place for a worker's gradients, empty if all workers share one copy."""
+        """Return the memory for a worker's gradients. It is empty if all workers share one copy."""
         return self._gradients[rank - 1] if self._gradients else pack([])
 
     def send(self, connection: Connection) -> None:
-        """Send this memory to the peer process, on this host."""
+        """Send this memory to another process on this host."""
         with as_socket(connection.fileno()) as end:
             socket.send_fds(end, [b"!"], [self._descriptor])
 
     def close(self) -> None:
-        """Close the descriptor. Existing mappings stay valid. Must be called only once."""
+        """Close the descriptor. Existing mappings stay valid. Call this method only once."""
         os.close(self._descriptor)
 
 

@@ -1,12 +1,12 @@
-"""The work queue: hands out shards and tracks which workers are alive (rank 0).
+"""The work queue: gives shards to workers, and tracks which workers are alive (rank 0).
 
-Asynchronous workers wait for each other only at the start, at the end, and if a bound holds back
-the fastest workers. A worker's request blocks until the worker may continue. Rank 0's own worker
-calls the queue directly. For each other worker, a thread at the end of its connection calls the
-queue. Tensors are sent separately from requests and replies.
+Asynchronous workers wait for each other only at the start, at the end, and if a bound makes the
+fastest workers wait. A worker's request blocks until the worker may continue. Rank 0's worker calls
+the queue directly. For each other worker, a thread on rank 0 receives requests and calls the queue.
+Tensors are sent separately from requests and replies.
 
-If a worker dies or is silent for too long, its shards are lost, and the worker may join again. If a
-worker fails or rank 0 dies, the run ends for all workers.
+If a worker dies or is silent for too long, its unfinished shards are lost, and the worker may join
+again. If a worker raises an error or rank 0 dies, the run ends for all workers.
 """
 
 import struct
@@ -32,44 +32,44 @@ class RequestKind(IntEnum):
     """The kind of a worker's request."""
 
     BEGIN = 1
-    """Get the first shards and parameters, after all workers have arrived."""
+    """Get the first shards and parameters, after all workers have joined."""
     STEP = 2
     """Send a gradient or report an update. Get the next shard and parameters."""
     DONE = 3
     """Get the final parameters, after all workers have made their last step."""
     FAIL = 4
-    """Report that the worker has failed. There is no reply."""
+    """Report that the worker has failed. The queue does not reply."""
 
 
 class Reply(NamedTuple):
     """The reply to a request, without the parameters."""
 
     staleness: int = 0
-    """Number of updates by other workers between this worker's read and its write."""
+    """Number of updates by other workers between this worker's last read and its update."""
     version: int = 0
     """Number of the update that contains this worker's gradient."""
     first_shard: int = 0
     num_shards: int = 0
     stride: int = 1
-    """The next shards: ``num_shards`` numbers from ``first_shard``, ``stride`` apart."""
+    """Difference between the numbers of successive shards. See ``shards``."""
     waited_seconds: float = 0.0
-    """Time for which the reply had to wait for other workers."""
+    """Number of seconds that the worker waited for other workers."""
     lost_rank: int = NO_RANK
-    """The lost rank that ended the run. A reply with a lost rank has no parameters."""
+    """The lost rank that ended the run, or ``NO_RANK``. With a lost rank, no parameters follow."""
     now: float = 0.0
     """Virtual time at which an emulated worker receives the reply."""
 
     @property
     def shards(self) -> range:
-        """Numbers of the next shards to train on, after the shards handed out before."""
+        """Numbers of the shards that the worker gets with this reply."""
         end = self.first_shard + self.num_shards * self.stride
         return range(self.first_shard, end, self.stride)
 
 
 class UpdateCounter:
-    """Counts the updates that workers make themselves, in the copy that they share.
+    """Counts updates that workers make themselves, in parameters that all workers share.
 
-    The queue calls the counter under the queue's lock.
+    The queue holds its lock when it calls the counter.
     """
 
     def __init__(self) -> None:
@@ -78,22 +78,22 @@ class UpdateCounter:
         self._version_read: dict[int, int] = {}
 
     def read(self, rank: int) -> None:
-        """Note the current version for a worker. A subclass also sends the parameters."""
+        """Store the version that a worker reads now. A subclass also copies the parameters."""
         self._version_read[rank] = self.version
 
     def write(self, rank: int, gradients: Gradients, weight: float) -> int:
-        """Count an update. Return the number of updates by others since the worker's last read."""
+        """Count an update. Return how many updates others made since this worker's last read."""
         staleness = self.version - self._version_read[rank]
         self.version += 1
         return staleness
 
     def apply(self) -> None:
-        """Make an update with the gradients that arrived since the last update, if any."""
+        """Make one update with the gradients that arrived since the last update, if any arrived."""
 
 
 @dataclass(slots=True)
 class _Worker:
-    """A living worker."""
+    """A worker that is alive."""
 
     incarnation: object
     clock: int
@@ -106,47 +106,47 @@ class _Worker:
     is_leaving: bool = False
     """True if the worker waits for the final parameters."""
     is_held: bool = False
-    """True if the bound holds the worker back."""
+    """True if the worker waits because of the bound."""
 
 
 @final
 @dataclass(eq=False)
 class WorkQueue:
-    """Hands out shards, in order, to the next worker that asks, until all workers are done."""
+    """Gives the next shard to the first worker that asks, until no shard is left."""
 
     updates: UpdateCounter
-    """The object that workers read and write."""
+    """The counter of updates, or the server's parameters."""
     _: KW_ONLY
     num_workers: int
-    """Number of workers that start together: ranks 0, 1, 2, ..."""
+    """Number of workers that start together. These workers have ranks 0, 1, 2, ..."""
     num_shards: int
-    """Number of shards to hand out."""
+    """Number of shards in the whole run."""
     timeout_seconds: float
-    """Longest time without progress by any worker, in seconds."""
+    """Maximum number of seconds without progress by any worker."""
     num_prefetched: int = 0
     """Number of shards that a worker holds in addition to its current shard."""
     bound: int = NO_BOUND
-    """Steps that a worker may be ahead of the slowest. ``NO_BOUND``: any number.
+    """Maximum number of steps that a worker may be ahead of the slowest worker, or ``NO_BOUND``.
 
-    With a bound of 0, the workers' gradients of one round make one update.
+    If the bound is 0, the queue makes one update in each round, with all workers' gradients.
     """
     order: VirtualOrder | None = None
-    """Order of the requests of emulated workers. None: order of arrival."""
+    """Order of requests from emulated workers. If None, requests are handled as they arrive."""
 
     def __post_init__(self) -> None:
         self.error: Exception | None = None
-        """The error in a thread of this rank, if there was an error."""
+        """The error that a thread of this rank raised, or None."""
         self.lost_shards: list[int] = []
-        """Shards that lost workers held."""
+        """Numbers of the shards that lost workers did not finish."""
         self.num_shards_done = 0
-        """Number of shards trained on when rank 0's worker last read the parameters."""
+        """Number of finished shards when rank 0's worker last read the parameters."""
         self._num_trained = 0
         """Number of shards that workers have trained on."""
         num_first, every = self.num_workers * (1 + self.num_prefetched), range(self.num_shards)
         self._first, self._shards = every[:num_first], every[num_first:]
-        """Shards (whole batches) for the workers that start together, and all other shards."""
+        """Numbers of the first shards, which workers get at the start, and of all other shards."""
         self._changed = threading.Condition()
-        """The lock that is held while the queue calls ``updates``."""
+        """Condition variable of the queue. Its lock is held when ``updates`` is called."""
         self._workers: dict[int, _Worker] = {}
         self._has_begun = False
         self._failed_rank = NO_RANK
@@ -163,9 +163,9 @@ class WorkQueue:
         """Handle a request. An error ends the run for all workers, and rank 0 raises the error.
 
         For a step, ``weight`` is the worker's share of the global batch, and ``gradients`` are
-        gradients of the mean loss. A worker that has made the update itself sends no gradients.
-        ``incarnation`` identifies the worker's process, because an earlier process of the same rank
-        may have died.
+        gradients of the mean loss. If the worker itself has updated shared parameters,
+        ``gradients`` is empty. ``incarnation`` identifies the worker's process, because an earlier
+        process of the same rank may have died.
         """
         asked_at = self._time()
         try:
@@ -190,10 +190,10 @@ class WorkQueue:
             return Reply(lost_rank=SERVER_RANK)
 
     def lose(self, rank: int, incarnation: object = None) -> Reply:
-        """Note that a worker has died. The others continue. Return a reply for a living worker."""
+        """Remove a dead worker. The others continue. Return a reply in case it is alive."""
         with self._changed:
             worker = self._workers.get(rank)
-            if worker is None or worker.incarnation is incarnation:  # else already replaced
+            if worker is None or worker.incarnation is incarnation:  # if no new process replaced it
                 self._lose(rank)
             return Reply(lost_rank=rank if self._failed_rank == NO_RANK else self._failed_rank)
 
@@ -206,10 +206,10 @@ class WorkQueue:
     def _time(self) -> float:
         return time.perf_counter() if self.order is None else self.order.now
 
-    # All methods below are called under the lock.
+    # The queue holds the lock when it calls any method below.
 
     def _begin(self, rank: int, incarnation: object) -> Reply:
-        """Wait for all workers. A worker that comes later joins with the slowest worker's clock."""
+        """Wait for all workers. A worker that joins later gets the slowest worker's clock."""
         self._check()
         if rank in self._workers:  # the queue has not noticed its death yet
             self._lose(rank)
@@ -227,7 +227,7 @@ class WorkQueue:
         return self._reply(rank, shards, is_first=not joins)
 
     def _take_turn(self, rank: int, worker: _Worker | None) -> None:
-        """Wait until no other emulated worker's request is earlier in virtual time."""
+        """Wait until no request of another emulated worker is earlier in virtual time."""
         order = self.order
         if order is None:
             return
@@ -237,13 +237,13 @@ class WorkQueue:
         order.arrive(rank)
 
     def _step(self, rank: int, worker: _Worker) -> float:
-        """Note a step. Wait as long as the bound requires, and return the seconds of the wait."""
+        """Count a step, and wait if the bound requires it. Return the seconds of the wait."""
         worker.clock += 1
-        if worker.shards:  # a step may use a shard that the queue has not handed out
+        if worker.shards:  # empty if the step did not use a shard from the queue
             worker.shards.popleft()
             self._num_trained += 1
         worker.heard_at = self._progress_at = time.monotonic()
-        if self.bound == NO_BOUND:  # no worker waits for this one
+        if self.bound == NO_BOUND:  # no other worker waits for this worker
             return 0.0
         self._note_progress()
         began = self._time()
@@ -258,7 +258,7 @@ class WorkQueue:
         return worker.clock - self._slowest_clock() > self.bound
 
     def _finish(self, rank: int, worker: _Worker) -> Reply:
-        """Wait until all workers are done. Shards that a stopped worker holds are not lost."""
+        """Wait until all workers are done. Unfinished shards of a stopped worker are not lost."""
         worker.is_leaving = True
         worker.shards.clear()
         self._note_done(rank, worker)
@@ -306,7 +306,7 @@ class WorkQueue:
             num = worker.shards[0] if worker.shards else None
             now = self.order.reply(rank, num, is_first=is_first)
             self._changed.notify_all()
-            if num is None:  # note it now: the worker's DONE request may come at any time
+            if num is None:  # note it now, because the DONE request may arrive at any time
                 self._note_done(rank, worker)
         parts = shards.start, len(shards), shards.step
         return Reply(staleness, version, *parts, waited_seconds, now=now)
@@ -319,7 +319,7 @@ class WorkQueue:
         return [worker.clock for worker in self._workers.values() if not worker.is_done]
 
     def _note_progress(self) -> None:
-        """Wake the workers that may continue now. With bound 0, make the update of a full round."""
+        """Wake the workers that may continue. If the bound is 0, update after a full round."""
         self._progress_at = time.monotonic()
         if self.bound == 0 and len(set(self._training_clocks())) < 2:
             self.updates.apply()
@@ -341,7 +341,7 @@ class WorkQueue:
             self._check()
 
     def _give_up(self) -> None:
-        """Declare the worker lost that has been silent for the longest time and still trains."""
+        """Remove the worker that has been silent for the longest time and still trains."""
         if not self._has_begun:
             self._fail(min(set(range(self.num_workers)) - self._workers.keys()))
             return

@@ -1,6 +1,6 @@
-"""Serve rank 0's queue to the other ranks by sockets, outside the process group (rank 0).
+"""The server that connects other ranks to rank 0's queue, without collectives (rank 0).
 
-A thread serves each worker's connection. On rank 0's host, the tensors are in shared memory.
+One thread serves each worker's connection. On rank 0's host, the tensors are in shared memory.
 Workers on other hosts send and receive the tensors after the messages.
 """
 
@@ -23,11 +23,11 @@ from ddpnb.rank.servers.memory import SharedMemory, pack
 from ddpnb.rank.servers.queue import NO_RANK, REPLY, REQUEST, RequestKind, WorkQueue
 
 HELLO = struct.Struct("<q")
-"""The first message of a worker: its rank."""
+"""Binary format of a worker's first message. The message contains the worker's rank."""
 
 
 def server_address() -> str:
-    """Return the address of rank 0's host for other hosts: the address of the group's store."""
+    """Return rank 0's address for other hosts. The address is taken from the group's store."""
     store = torch_internals.group_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -35,7 +35,7 @@ def server_address() -> str:
 
 
 def connection_over(connected: socket.socket, timeout_seconds: float) -> Connection:
-    """Return a connection over a socket. Each read or write waits at most for the timeout."""
+    """Return a connection over a socket. Each read or write fails after the timeout."""
     connected.settimeout(None)  # ignore the user's default timeout
     if connected.family != socket.AF_UNIX:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -69,14 +69,14 @@ class Server:
         self._threads: list[threading.Thread] = []
 
     def listen(self, listener: socket.socket, most: int = sys.maxsize) -> None:
-        """Accept at most this many connections at a bound socket."""
+        """Accept at most ``most`` connections at a bound socket."""
         listener.settimeout(None)  # ignore the user's default timeout
         listener.listen()
         self._listeners.append(listener)
         self._acceptors.append(_started(self._accept, listener, most))
 
     def close(self) -> None:
-        """Stop accepting, disconnect, and wait until the last replies are sent."""
+        """Stop accepting connections and requests, and wait until the last replies are sent."""
         for listener in self._listeners:
             shut_down(listener.fileno())
         for thread in self._acceptors:
@@ -124,12 +124,12 @@ class Server:
                     if is_remote:
                         connection.send_bytes(self._memory.copy_of(rank).raw.numpy().data)
             except (EOFError, OSError):
-                # The worker may be alive: it was declared lost, or rank 0 has disconnected.
+                # Reply, because the worker may be alive (declared lost, or rank 0 disconnected).
                 connection.send_bytes(REPLY.pack(*queue.lose(rank, incarnation)))
 
 
 def _started(target: Callable[..., None], *args: object) -> threading.Thread:
-    """Start a daemon thread, which does not keep the process alive."""
+    """Start a daemon thread. The process can exit while the thread runs."""
     thread = threading.Thread(target=target, args=args, name="ddpnb-server", daemon=True)
     thread.start()
     return thread

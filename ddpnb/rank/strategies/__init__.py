@@ -1,4 +1,4 @@
-"""Strategies, with one file for each, and a function that makes a strategy by name (every rank)."""
+"""The strategies, one in each file, and a function that creates a strategy (every rank)."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from ddpnb.rank.strategies.own import UserStrategy
 
 
 def make_strategy(word: str, namespace: Mapping[str, object]) -> Strategy:
-    """Return the strategy with this name and options: a built-in one or the user's class.
+    """Create a built-in strategy or the user's strategy from its name and options.
 
     Raises:
         UserError: The strategy or option does not exist, or the user's class lacks a method.
@@ -26,12 +26,12 @@ def make_strategy(word: str, namespace: Mapping[str, object]) -> Strategy:
                 raise UserError(f"{choice.name} is called {name} here. Write {name}.")
     if not isinstance(own, type):
         raise UserError(
-            f"There is no strategy {choice.name!r}. To write it, define a class {choice.name} with "
+            f"There is no strategy {choice.name!r}. To add it, define a class {choice.name} with "
             "setup, step and finish, in the comparison's cell or in an earlier %%ddp cell."
         )
     for method in ("setup", "step", "finish"):
         if not callable(getattr(own, method, None)):
-            raise UserError(f"{choice.name} has no {method}(); every strategy needs {method}().")
+            raise UserError(f"{choice.name} has no method {method}(). Add {method}() to the class.")
     try:
         made = own(**choice.options)
     except TypeError as error:

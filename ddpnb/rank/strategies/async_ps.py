@@ -3,33 +3,34 @@
     worker i:  pull w;  push g_i(w)                       g_i: the gradient over its b_i samples
     server:    w  <-  w - (b_i / B) * lr * g_i(w_old)     as soon as it arrives
 
-w_old is the w that the worker pulled. The gradient's staleness is the number of updates that other
-workers made since then. The weight b_i / B is the worker's share of a global batch of B samples.
-With this weight, one pass over the data moves w as far as synchronous SGD does. The weight scales
-the learning rate instead of the gradient, so weight decay and Adam's updates are scaled too. The
-server has the only optimizer, so all workers share one momentum.
+w_old are the parameters that the worker pulled. The gradient's staleness is the number of updates
+by other workers since this pull. The weight b_i / B is the worker's share of a global batch of B
+samples. With this weight, one pass over the data moves w as far as synchronous SGD does. The weight
+scales the learning rate instead of the gradient, so weight decay and Adam's updates are scaled too.
+Only the server has an optimizer, so all workers share one momentum.
 
 Options:
 
-    bound=s         stale synchronous parallel: a worker that is s steps ahead of the slowest waits.
-                    s = 0 is synchronous: the server makes one update of each round's gradients
-    compensate=l    uses g_i + l * g_i * g_i * (w - w_old) instead of g_i, with the current w
-    momentum=m      momentum of the default optimizer, instead of --momentum
+    bound=s         a worker waits if it is more than s steps ahead of the slowest worker. If s = 0,
+                    the server makes one update in each round, so training is synchronous
+    compensate=l    the server uses g_i + l * g_i * g_i * (w - w_old) with its current w
+    momentum=m      momentum of the default optimizer, replaces --momentum
 
 References: Dean et al., "Large Scale Distributed Deep Networks" (Downpour SGD), NeurIPS 2012; Li et
-al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014. Bound: Ho et al.,
-"More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NeurIPS 2013.
-Compensation: Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML
-2017.
+al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014. For ``bound``: Ho
+et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NeurIPS
+2013. For ``compensate``: Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay
+Compensation", ICML 2017.
 
-- Messages per step and worker: its gradients to the server, the parameters back, and two messages
-  of about 50 bytes. The reply also names the next shard, so a faster worker gets more shards.
-- Bytes sent per step: P, the bytes of the gradients. The worker receives P bytes of parameters.
-  Rank 0 passes its gradients without a copy. Within a host, workers use shared memory. Between
-  hosts, workers use TCP.
+- Messages per step and worker: gradients to the server, parameters from the server, and two
+  messages of about 50 bytes. The server's reply contains the number of the next shard, so faster
+  workers get more shards.
+- Bytes sent per step and worker: P, the size of the gradients. The worker receives P bytes of
+  parameters. Rank 0's worker gives the server its gradients without a copy. Other workers on rank
+  0's host use shared memory. Workers on other hosts use TCP.
 
-If a worker dies, the shards that it holds are lost. A restarted process may join, on the server's
-host. If rank 0 (the server) dies, the run ends.
+If a worker dies, its unfinished shards are lost. A restarted worker on rank 0's host may join the
+run again. If rank 0 (the server) dies, the run ends.
 """
 
 from dataclasses import replace
@@ -45,8 +46,8 @@ from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.worker import Batch, Worker
 
 _OWN_WORKER_NOTE = (
-    "Rank 0 reaches the server without a link. If the link is slow, rank 0 trains on most of the "
-    "samples."
+    "The server is on rank 0, so rank 0 needs no link to reach the server. If the link is slow, "
+    "rank 0 trains on most of the samples."
 )
 
 
@@ -65,7 +66,7 @@ class AsyncParameterServer(AsynchronousStrategy):
         return replace(super().plan(state), updates_per_batch=num_updates)
 
     def setup(self, worker: Worker) -> None:
-        """Start or find the server, and pull for the first time. Every rank takes part."""
+        """Start the server or connect to it, and pull parameters. Every rank takes part."""
         make_store = partial(
             ParameterStore,
             optimizer=worker.optimizer,
@@ -77,13 +78,13 @@ class AsyncParameterServer(AsynchronousStrategy):
             worker.notes.append(_OWN_WORKER_NOTE)
 
     def step(self, batch: Batch) -> Tensor:
-        """Train on one shard, with parameters from the last pull."""
+        """Train on one shard, with the parameters that this worker pulled last."""
         worker = self.worker
         # forward, backward
         loss = worker.compute_gradients(batch)
-        # communicate: with the server only; with a bound, also wait for slower workers
-        # update: the server updates (``ParameterStore.write``) and returns the parameters, which
-        # also include the updates by other workers
+        # communicate: only with the server. If there is a bound, also wait for slower workers
+        # update: the server updates the parameters (``ParameterStore.write``) and returns them.
+        # They also contain the updates by other workers
         gradients = [parameter.grad for parameter in worker.parameters]
         worker.staleness = self.client.step(batch.weight, gradients)
         return loss

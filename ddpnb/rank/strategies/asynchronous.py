@@ -1,4 +1,4 @@
-"""The base of asynchronous strategies: a queue of shards, start and end, one optimizer (ranks)."""
+"""The base class of asynchronous strategies, and the server's parameters (ranks)."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -18,15 +18,15 @@ from ddpnb.rank.worker import Worker
 
 
 class AsynchronousStrategy(Strategy):
-    """A base class for workers that wait for each other only at the beginning and at the end.
+    """The base class of strategies in which workers wait only at the start and at the end.
 
-    The next worker that asks gets the next shard. If a worker dies, the shards that it holds are
-    lost. The worker may join again. A subclass calls ``begin`` in its ``setup``, and
-    ``client.step`` in each step.
+    The queue gives the next shard to the first worker that asks. If a worker dies, its unfinished
+    shards are lost, and the restarted worker may join again. A subclass calls ``begin`` in its
+    ``setup``, and ``client.step`` in each step.
 
     Args:
-        momentum: Momentum of the default optimizer, already applied by ``RunSpec.used_momentum``.
-        timeout: Seconds within which at least one worker must make progress.
+        momentum: Momentum of the default optimizer. ddpnb reads it from ``RunSpec.used_momentum``.
+        timeout: Maximum number of seconds without progress by any worker.
     """
 
     client: Client
@@ -43,9 +43,9 @@ class AsynchronousStrategy(Strategy):
     def begin(
         self, worker: Worker, num_copies: int, make_updates: MakeUpdates, bound: int = NO_BOUND
     ) -> None:
-        """Wait for all workers. Every rank takes part, or one worker that joins.
+        """Connect to the queue and wait for all workers. Every rank takes part.
 
-        See ``Client`` for the arguments.
+        A restarted worker joins without the other ranks. See ``Client`` for the arguments.
         """
         self.client = Client(
             worker,
@@ -60,22 +60,22 @@ class AsynchronousStrategy(Strategy):
         self.client.begin()
 
     def shards(self) -> Iterator[Shard]:
-        """Return the shards that the queue gives this worker, until all shards are handed out."""
+        """Return the shards that this worker gets from the queue, until no shard is left."""
         return map(self.worker.shard, self.client.shards())
 
     def finish(self) -> nn.Module:
-        """Get the final parameters when all workers are done. Every living rank takes part."""
+        """Wait for all workers, and return the final model. Every rank takes part."""
         self.client.finish()
         return self.worker.model
 
 
 @contextlib.contextmanager
 def scaled_rate(optimizer: torch.optim.Optimizer, fraction: float) -> Iterator[None]:
-    """Scale the learning rate of the optimizer's step in this context by a fraction.
+    """Multiply the learning rate by a fraction, for one optimizer step in this context.
 
-    Scaling the rate scales the whole update, including weight decay and Adam's division by the
-    gradient's size. Scaling the gradient would not scale these two. A hook of the optimizer may set
-    the learning rate during the step. Therefore, a hook after all other hooks scales the rate.
+    Scaling the learning rate scales the whole update. Scaling the gradient would not scale weight
+    decay, nor Adam's updates, because Adam divides by the gradient's size. A hook of the optimizer
+    may set the learning rate during the step. Therefore, the last hook scales the learning rate.
     """
     rates: list[Any] = []
 
@@ -95,16 +95,16 @@ def scaled_rate(optimizer: torch.optim.Optimizer, fraction: float) -> Iterator[N
 
 @final
 class ParameterStore(UpdateCounter):
-    """The parameters and their optimizer, on rank 0.
+    """The server's parameters and their optimizer, on rank 0.
 
-    Each worker trains on its own copy of the parameters. Only ``read`` changes the copy.
+    Each worker trains on a copy of the parameters. Only ``read`` changes a worker's copy.
 
     Args:
-        copies: The workers' copies of the parameters, by rank, on the CPU. The first copy has the
-            initial parameters.
-        optimizer: Creates the optimizer.
-        in_rounds: True to collect gradients until ``apply`` makes one update of them.
-        compensation: Lambda of the delay compensation (see ``compensated``). 0: no compensation.
+        copies: One copy of the parameters for each rank, on the CPU. The first copy has the initial
+            parameters.
+        optimizer: Function that creates the optimizer.
+        in_rounds: If True, ``write`` only collects gradients, and ``apply`` makes the update.
+        compensation: Lambda in ``compensated``. With 0, gradients are not compensated.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class ParameterStore(UpdateCounter):
         return staleness
 
     def apply(self) -> None:
-        """Make an update with the gradients that arrived since the last update, if any."""
+        """Make one update with the gradients that arrived since the last update, if any arrived."""
         if not self._weight:
             return
         if self._in_rounds:  # turn the weighted sum of the gradients into their mean
@@ -179,12 +179,12 @@ class ParameterStore(UpdateCounter):
 def compensated(
     gradients: Gradients, old: Sequence[Tensor], now: Sequence[Tensor], strength: float
 ) -> list[Tensor | None]:
-    """Return gradients of old parameters, corrected for the change of the parameters since then.
+    """Return stale gradients, corrected for the change of the parameters from ``old`` to ``now``.
 
         g  +  lambda * g * g * (w_now - w_old)
 
-    The formula is a Taylor expansion, with the diagonal of g g^T instead of the Hessian: Zheng et
-    al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017 (DC-ASGD-c).
+    The formula is a Taylor expansion, with the diagonal of g g^T instead of the Hessian. See Zheng
+    et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", 2017 (DC-ASGD-c).
     """
     return [
         None if g is None else torch.addcmul(g, g * g, mine - theirs, value=strength)

@@ -1,8 +1,8 @@
 """The interface of a strategy: ``setup(worker)``, ``step(batch)`` and ``finish()`` (ranks).
 
-Only ``step`` has no default. By default, every rank trains a copy of the model on its slice of
-every global batch. A strategy returns numbers, and never prints, measures or publishes. A user's
-class needs no base class: see the example in ``own.py``.
+A strategy must define ``step``. By default, every rank trains a copy of the model on its slice of
+every global batch. A strategy only returns values. A strategy does not print, measure time or send
+results to the notebook. A user's strategy needs no base class (see the example in ``own.py``).
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ State = dict[str, Any]
 class Strategy(ABC):
     """A way to train a model on several workers.
 
-    The constructor's keyword arguments are the options that ``catalogue.STRATEGIES`` lists.
+    The constructor's keyword arguments are the options that ``catalogue.STRATEGIES`` lists. In this
+    class, "every rank" means every rank of the strategy's plan.
     """
 
     worker: Worker
-    """The worker that ``setup`` received."""
+    """This rank's worker, stored by ``setup``."""
     optimizer: torch.optim.Optimizer
     """The optimizer of this rank's parameters. ``setup`` creates it."""
     queue: WorkQueue | None = None
-    """The work queue on rank 0 that hands out the shards of an asynchronous run."""
+    """The work queue of an asynchronous run, on rank 0. None on other ranks and in other runs."""
 
     def plan(self, state: RankState) -> Plan:
-        """Return which ranks take part. By default, all ranks train in lockstep."""
+        """Return which ranks train, and how. By default, all ranks train in lockstep."""
         return Plan(num_ranks=state.world_size, num_workers=state.world_size, synchronous=True)
 
     def setup(self, worker: Worker) -> None:
-        """Prepare the training. Every rank of the plan takes part.
+        """Prepare the training. Every rank takes part.
 
         By default, ``setup`` only creates the optimizer. All ranks already have the same weights.
         """
@@ -59,21 +60,21 @@ class Strategy(ABC):
 
     @abstractmethod
     def step(self, batch: Batch) -> Tensor:
-        """Train on one batch. Return the mean loss before the update: shape (), detached."""
+        """Train on one batch. Return the mean loss before the update, detached, with shape ()."""
 
     def finish(self) -> nn.Module:
-        """Return the trained model without wrappers. Every rank of the plan takes part.
+        """Return the trained model without wrappers. Every rank takes part.
 
-        All ranks return the same weights. Running statistics such as BatchNorm's differ between
-        ranks. The statistics of rank 0 are used.
+        All ranks return the same weights. Buffers, such as BatchNorm's running statistics, may
+        differ between ranks. ddpnb uses the buffers of rank 0.
         """
         return self.worker.model
 
     def snapshot(self) -> State:
-        """Return the current state of the model, not copied. Every rank takes part.
+        """Return the model's current state without copying the tensors. Every rank takes part.
 
-        In an asynchronous run, only rank 0 takes a snapshot, while the other workers train. Rank 0
-        returns the parameters that it read after its latest update.
+        In an asynchronous run, only rank 0 takes a snapshot, while the other workers train. The
+        snapshot contains the parameters that rank 0 read after its latest update.
         """
         state: State = self.worker.model.state_dict()
         return state
@@ -93,40 +94,40 @@ class Strategy(ABC):
 
     @cached_property
     def opened(self) -> ExitStack:
-        """Threads, files and sockets that ``close`` releases. Most strategies open none."""
+        """The threads, files and sockets that ``close`` releases. Most strategies have none."""
         return ExitStack()
 
     def close(self) -> None:
-        """Release threads, files and sockets. May be called twice, and after any failure."""
+        """Release threads, files and sockets. Repeated calls and calls after errors are safe."""
         self.opened.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The ranks that take part, and how they train. The plan is known before ``setup``."""
+    """The ranks that take part in a run, and how these ranks train."""
 
     num_ranks: int
-    """The first ``num_ranks`` ranks of the group take part."""
+    """Number of ranks that take part, counted from rank 0."""
     num_workers: int
     """Number of ranks or replicas that train."""
     synchronous: bool
     """True if all workers make step k together."""
     num_steps_ahead: int | None = 0
-    """Steps that one synchronous worker may be ahead of another. 0: each worker waits for all
-    others. None: workers never wait, so each worker stops by itself."""
+    """Maximum number of steps that one synchronous worker may be ahead of another. If 0, each
+    worker waits for all others. If None, workers never wait, so each worker stops by itself."""
     updates_per_batch: int = 1
-    """Updates that one optimizer makes for each global batch."""
+    """Number of updates that one optimizer makes for each global batch."""
     averages_weights: bool = False
-    """True if the trained model is the mean of all ranks' models. No worker ran a forward pass with
-    these weights, so ddpnb estimates BatchNorm's statistics again."""
+    """True if the trained model is the mean of all ranks' models. No rank ran a forward pass with
+    the mean weights, so ddpnb estimates BatchNorm's statistics again."""
     finish_is_timed: bool = True
-    """True if ``finish`` is a part of the training. False if ``finish`` only collects the model."""
+    """True if ``finish`` counts as training time. False if ``finish`` only collects the model."""
     sees_exposed: bool = True
     """True if ddpnb can separate exposed communication from the rest of a step."""
     survives_deaths: bool = False
-    """True if the others continue after a rank other than 0 dies. The dead rank may join again."""
+    """True if training continues after the death of a rank, except rank 0. Ranks may rejoin."""
     num_devices: int | None = None
-    """Shares of the CPU on which the workers compute. None: one share for each worker."""
+    """Number of devices that the workers use. If None, each worker uses one device."""
     is_emulated: bool = False
-    """True if this machine cannot run the strategy, so ddpnb emulates the strategy."""
+    """True if ddpnb emulates the strategy because this machine cannot run it."""
     notes: tuple[str, ...] = ()

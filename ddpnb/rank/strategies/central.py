@@ -3,15 +3,15 @@
     w  <-  w - lr * sum over ranks i of (b_i / B) * g_i(w)        on rank 0's CPU
 
 g_i is the gradient of the mean loss over rank i's b_i samples. The global batch has B samples. The
-update is the same as in ``ddp``, but only rank 0 makes it.
+update is the same as in ``ddp``, but only rank 0 updates the parameters.
 
 Reference: ``tf.distribute.experimental.CentralStorageStrategy``. TensorFlow places variables
 on the CPU and replicates the computation on all devices.
 
-- Messages per step: one reduce of all gradients to rank 0, then one broadcast of all parameters
-  from rank 0 (one of each for each dtype).
-- Bytes sent per step: rank 0 sends (N - 1) S, the parameters for each other rank. Each other rank
-  sends S, its gradients. S is the bytes of all parameters.
+- Messages per step and dtype: one reduce of all gradients to rank 0, then one broadcast of all
+  parameters from rank 0.
+- Bytes sent per step, with N ranks: rank 0 sends parameters to all other ranks, (N - 1) S bytes.
+  Each other rank sends S bytes of gradients. S is the size of all parameters in bytes.
 """
 
 from typing import final
@@ -26,7 +26,7 @@ from ddpnb.rank.worker import Batch, Worker
 
 @final
 class Central(Strategy):
-    """Data parallelism with one master copy of the parameters, which rank 0 keeps and updates."""
+    """Data parallelism with a master copy of the parameters. Rank 0 keeps and updates the copy."""
 
     def setup(self, worker: Worker) -> None:
         """Create the flat buffer and, on rank 0, the master copy and its optimizer."""
@@ -45,7 +45,7 @@ class Central(Strategy):
         flat.gather(gradients(worker.parameters))
         for buffer in flat.buffers:
             dist.reduce(buffer, dst=0)
-        # update: on rank 0
+        # update: only rank 0
         if worker.rank == 0:
             for parameter, view in zip(self.held, flat.views, strict=True):
                 parameter.grad = view.cpu().clone()

@@ -6,24 +6,26 @@ g_i is the gradient of the mean loss over replica i's b_i samples. The global ba
 The update is the same as in ``single``.
 
 If the cell defines ``training_step``, each replica computes the loss of its slice. The step's loss
-is the mean of these losses, weighted by samples. The same happens if the model does not return a
-tensor with one row for each sample.
+is the mean of these losses, weighted by samples. Replicas also compute losses if the model does not
+return a tensor with one row for each sample.
 
 Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 PVLDB 13(12), 2020, section 2.2; code: ``torch.nn.parallel.DataParallel``. PyTorch recommends
-DistributedDataParallel instead.
+DistributedDataParallel instead of DataParallel.
 
 Messages per step, with N replicas, for each of A micro-batches:
 
-- parameters, buffers and samples, from the first replica to the N - 1 others
-- outputs, from the others to the first replica, and the gradients of the outputs back
-- gradients of the parameters, from the N - 1 others to the first replica
+- parameters, buffers and samples, from the first replica to the N - 1 other replicas
+- outputs, from the other replicas to the first replica
+- gradients of the outputs, from the first replica to the other replicas
+- gradients of the parameters, from the other replicas to the first replica
 
 In each step, the first device sends A (N - 1) (P + U) bytes and receives A (N - 1) S bytes. P, U
-and S are the bytes of all parameters, buffers and gradients. Samples and outputs are not counted.
+and S are the bytes of all parameters, buffers and gradients. Bytes of samples and outputs are not
+counted.
 
-Copying parameters and gathering outputs are timed as communication. Summing gradients is
-communication on threads, and a part of the backward pass on GPUs.
+Copying parameters and gathering outputs count as communication. Summing gradients counts as
+communication on threads, and as a part of the backward pass on GPUs.
 """
 
 from typing import final
@@ -40,12 +42,12 @@ from ddpnb.rank.worker import Batch, Worker
 
 @final
 class DataParallel(Strategy):
-    """Torch's ``DataParallel`` on two or more GPUs, or the same steps on threads."""
+    """Torch's ``DataParallel`` on two or more GPUs, or an emulation of it on threads."""
 
     replicas: Replicas
 
     def plan(self, state: RankState) -> Plan:
-        """Plan for rank 0, with a replica for each rank, or for each GPU if GPUs are fewer."""
+        """Plan to train on rank 0, with one replica per rank. Each of several GPUs has one."""
         gpus = _gpus(torch.device(state.device), state.world_size)
         if len(gpus) > 1:
             return Plan(num_ranks=1, num_workers=len(gpus), synchronous=True, sees_exposed=False)
@@ -70,14 +72,14 @@ class DataParallel(Strategy):
         # forward: each replica computes its slice, then one loss is computed on all outputs
         # backward; communicate: at the end, the first replica sums the gradients of all replicas
         loss = self.worker.compute_gradients(batch, loss_of=self.loss_of)
-        # update: only the first replica; the next step overwrites the others
+        # update: only the first replica, because the next step overwrites the other replicas
         self.worker.update(self.optimizer)
         return loss
 
     def loss_of(self, batch: Batch, share: float) -> Tensor:
-        """Copy the parameters, run the replicas, and gather the outputs (or only the losses)."""
+        """Copy the parameters, run the replicas, gather their outputs, and return the loss."""
         step = self.worker.training_step
-        # As in torch: a small batch has fewer slices than replicas. The last may be smaller.
+        # As in torch, a small batch has fewer slices than replicas. The last slice may be smaller.
         chunks = torch.arange(batch.num_samples, device="cpu").chunk(len(self.replicas.devices))
         slices = batch.cut(map(len, chunks))
         trees = [each.tree for each in slices]
@@ -101,7 +103,7 @@ def _has_rows(output: object, batch: Batch) -> bool:
 
 
 def _gpus(device: torch.device, world_size: int) -> list[torch.device]:
-    """Return the GPUs for the replicas, at most one for each rank. This rank's GPU is the first."""
+    """Return at most ``world_size`` GPUs for the replicas. This rank's GPU is the first."""
     if device.type != "cuda":
         return []
     own = device.index or 0

@@ -2,22 +2,22 @@
 
     w  <-  w - lr * sum over ranks i of (b_i / B) * g_i(w)
 
-g_i is the gradient of the mean loss over rank i's b_i samples. The global batch has B samples. The
-sum is exactly the gradient of the mean loss over the global batch, if no hook compresses gradients.
+g_i is the gradient of the mean loss over rank i's b_i samples. The global batch has B samples. If
+no hook compresses gradients, the sum is exactly the gradient of the global batch's mean loss.
 
 With ``hook``, one of torch's hooks compresses the gradients before DDP sends them:
 
-    fp16        as float16: half the bytes of float32; values above 65504 become infinite
-    bf16        as bfloat16: half the bytes, the range of float32, 8 bits of precision
+    fp16        sends float16: half the bytes of float32, but values above 65504 become infinite
+    bf16        sends bfloat16: half the bytes and the range of float32, 8 bits of precision
 
 Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 PVLDB 13(12), 2020.
 
 - Messages per step: one all-reduce for each bucket of gradients (25 MB). DDP sends a bucket while
   the backward pass computes the next bucket. If the model has buffers (BatchNorm's statistics),
-  rank 0 also broadcasts the buffers.
-- Bytes sent per step and rank, with N ranks: 2 (N - 1) / N * S. S is the bytes of all gradients
-  after compression. Buffers are not counted.
+  rank 0 also broadcasts these buffers.
+- Bytes sent per step and rank, with N ranks: 2 (N - 1) / N * S. S is the size of all gradients in
+  bytes, after compression. Bytes of buffers are not counted.
 """
 
 from typing import Any, Final, final
@@ -35,25 +35,25 @@ from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.worker import Batch, Worker
 
 DEFAULT_CAP_MB: Final = 25.0
-"""Torch's default. With this size, the first bucket has 1 MB, so that sending begins early."""
+"""Torch's default bucket size. With this size, DDP limits the first bucket to 1 MB."""
 
 
 class DdpStrategy(Strategy):
-    """A base class: trains through the ``DistributedDataParallel`` that ``wrap`` creates."""
+    """The base class of strategies that train a model wrapped in ``DistributedDataParallel``."""
 
     divisor: int
     """The number by which DDP divides the sum of all ranks' gradients."""
 
     def wrap(self, worker: Worker, **options: Any) -> None:
-        """Wrap the model in DDP, which broadcasts rank 0's weights. Every rank takes part."""
+        """Wrap the model in DDP. DDP broadcasts rank 0's weights. Every rank takes part."""
         device_ids = [worker.device] if worker.device.type == "cuda" else None
         self.ddp = DistributedDataParallel(worker.model, device_ids=device_ids, **options)
         self.divisor = worker.world_size
 
     def step(self, batch: Batch) -> Tensor:
         """Train on this rank's slice of one global batch. Every rank takes part."""
-        # forward; backward and, at the same time, communicate: DDP averages the gradients bucket by
-        # bucket. DDP divides by the number of ranks. The weight makes that a mean over samples.
+        # forward; backward and, at the same time, communicate: DDP averages the gradients of each
+        # bucket over the ranks. The weight turns this mean over ranks into a mean over samples.
         loss = self.worker.compute_gradients(
             batch, weight=self.divisor * batch.weight, model=self.ddp, unsynced=self.ddp.no_sync
         )
@@ -69,7 +69,7 @@ class Ddp(DdpStrategy):
     Args:
         bucket_cap_mb: Maximum MB of gradients in one message.
         hook: Compression of the gradients: ``none``, ``fp16`` or ``bf16``.
-        find_unused_parameters: True if a step may leave some parameters unused.
+        find_unused_parameters: True if some parameters may be unused in a step.
     """
 
     def __init__(
@@ -92,5 +92,5 @@ class Ddp(DdpStrategy):
 
 
 def _bf16(state: Any, bucket: GradBucket) -> Future[Tensor]:
-    """Call torch's hook. DDP rejects the original function on gloo, but gloo can add bfloat16."""
+    """Call torch's hook. With gloo, DDP rejects torch's hook, although gloo can sum bfloat16."""
     return bf16_compress_hook(state, bucket)

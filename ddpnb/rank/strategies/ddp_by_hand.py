@@ -9,8 +9,8 @@ the backward pass.
 Reference: Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 4; Li et al., "PyTorch
 Distributed", PVLDB 13(12), 2020, section 3.2.1 (the naive solution).
 
-- Messages per step: one all-reduce of all gradients (one for each dtype).
-- Bytes sent per step and rank, with N ranks: 2 (N - 1) / N * S. S is the bytes of all gradients.
+- Messages per step and dtype: one all-reduce of all gradients.
+- Bytes sent per step and rank, with N ranks: 2 (N - 1) / N * S. S is the size of all gradients.
 """
 
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from ddpnb.rank.worker import Batch, Worker
 
 
 class DdpByHand(Strategy):
-    """Flatten the gradients, all-reduce them, and update the parameters."""
+    """Data parallelism with one all-reduce of the flattened gradients in each step."""
 
     def setup(self, worker: Worker) -> None:
         """Create the optimizer and the flat buffer for the gradients."""

@@ -8,16 +8,17 @@ a hook on each parameter starts an all-reduce as soon as the parameter's gradien
 Meanwhile, the backward pass continues. The rank waits for all sums before the optimizer's step.
 
 Many small messages cost more than a few large messages. With ``bucket_mb``, neighbouring parameters
-share a bucket. A rank sends a bucket when its last gradient is ready. Buckets are in reverse order
-of the parameters, which is the usual order of gradients. Every rank sends the buckets in this
-order, even if gradients become ready in another order. Otherwise, ranks would sum different
-buckets. ``ddp`` does the same in C++, and also detects the actual order of the gradients.
+share a bucket. A rank sends a bucket when the bucket's last gradient is ready. The first bucket has
+the last parameters, because the backward pass usually computes their gradients first. Every rank
+sends the buckets in the same order, even if gradients become ready in another order. Otherwise,
+ranks would sum different buckets. Torch's DDP works in the same way, in C++. DDP also adapts the
+order of its buckets to the actual order of the gradients.
 
 Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 PVLDB 13(12), 2020, sections 3.2.2 (bucketing) and 3.2.3 (overlap).
 
-- Messages per step: one all-reduce for each parameter, or for each bucket (and dtype in it).
-- Bytes sent per step and rank, with N ranks: 2 (N - 1) / N * S. S is the bytes of all gradients.
+- Messages per step: one all-reduce for each parameter, or one for each bucket and dtype in it.
+- Bytes sent per step and rank, with N ranks: 2 (N - 1) / N * S. S is the size of all gradients.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +36,7 @@ from ddpnb.rank.worker import Batch, Worker
 
 @final
 class DdpOverlapByHand(Strategy):
-    """Hooks on all parameters, which start one all-reduce for each bucket of gradients."""
+    """Data parallelism with hooks that start an all-reduce for each bucket of gradients."""
 
     def __init__(self, *, bucket_mb: float = 0.0) -> None:
         self.bucket_mb = bucket_mb
@@ -58,9 +59,9 @@ class DdpOverlapByHand(Strategy):
         self.sent: list[list[dist.Work | None]] = []
         # forward; backward and, at the same time, communicate: autograd calls ``on_gradient``
         loss = self.worker.compute_gradients(batch, weight=batch.weight, unsynced=self.unsynced)
-        while len(self.sent) < len(self.buckets):  # if the loss does not use a parameter
+        while len(self.sent) < len(self.buckets):  # if the loss does not use all parameters
             self.send_next()
-        # wait: every rank takes part
+        # wait for all sums: every rank takes part
         for works, flat, bucket in zip(self.sent, self.flat, self.buckets, strict=True):
             for work in works:
                 assert work is not None, "this rank is in the group"
@@ -78,16 +79,15 @@ class DdpOverlapByHand(Strategy):
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:
-        """Send nothing in this context. The gradients of the micro-batches are added up first."""
+        """Add up the gradients of micro-batches in this context, without sending them."""
         self.is_last_part = False
         yield
         self.is_last_part = True
 
     def on_gradient(self, number: int, _: nn.Parameter) -> None:
-        """Send every bucket that is full and next in order.
+        """Send the next buckets if all their gradients are ready.
 
-        Autograd calls this hook in the backward pass, when a gradient of bucket ``number`` is
-        ready.
+        In the backward pass, autograd calls this hook for each gradient of bucket ``number``.
         """
         if not self.is_last_part:
             return
@@ -97,9 +97,9 @@ class DdpOverlapByHand(Strategy):
             self.send_next()
 
     def send_next(self) -> None:
-        """Start the all-reduce of the next bucket, and return at once. Every rank takes part.
+        """Start the all-reduce of the next bucket without waiting for it. Every rank takes part.
 
-        If a parameter has no gradient, zeros are sent.
+        The rank sends zeros for parameters without a gradient.
         """
         number = len(self.sent)
         self.flat[number].gather(gradients(self.buckets[number]))
@@ -109,9 +109,9 @@ class DdpOverlapByHand(Strategy):
 
 
 def buckets_of(parameters: Sequence[nn.Parameter], bucket_mb: float) -> list[list[nn.Parameter]]:
-    """Return the parameters in buckets of at most ``bucket_mb`` MB, the last parameters first.
+    """Divide the parameters, in reverse order, into buckets of at most ``bucket_mb`` MB.
 
-    A parameter larger than that has a bucket for itself. With 0 MB, each parameter has a bucket.
+    Each larger parameter has a separate bucket. With 0 MB, every parameter has a separate bucket.
     """
     buckets: list[list[nn.Parameter]] = []
     room = 0.0

@@ -4,17 +4,17 @@
 
 g_i is the gradient of the mean loss over rank i's b_i samples. The global batch has B samples. The
 update is the same as in ``ddp``. Only the all-reduce differs: a communication hook sums gradients
-in the host's shared memory. (For ``ddp``, gloo uses TCP on the loopback interface.) Each of N ranks
-writes its tensor, sums an N-th part of all tensors, and reads the other parts. The backward pass
-waits until each bucket is summed, so no communication is hidden.
+in the host's shared memory. (In ``ddp``, gloo uses TCP on the loopback interface.) Each of N ranks
+writes its gradients, sums an N-th part of all ranks' gradients, and reads the other sums. The
+backward pass waits until each bucket is summed, so no communication is hidden.
 
 Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
-PVLDB 13(12), 2020. The sum is in ``collectives/sums.py``.
+PVLDB 13(12), 2020. The code that sums is in ``collectives/sums.py``.
 
-- Messages per step: for each 4 MB of gradients, one barrier and one mark in shared memory when a
-  part is summed. If the model has buffers (BatchNorm's statistics), there is also one broadcast.
-- Bytes sent per step and rank: S, the bytes of all gradients, written once for all others; 0 if
-  there is only one rank. Received: 2 (N - 1) / N * S, read from the other ranks' memory.
+- Messages per step, for each 4 MB of gradients: one barrier, and one mark in shared memory for each
+  summed part. If the model has buffers (BatchNorm's statistics), there is also one broadcast.
+- Bytes sent per step and rank: S, the size of all gradients. Each rank writes its gradients once
+  for all other ranks. A single rank sends 0 bytes. Bytes received: 2 (N - 1) / N * S.
 """
 
 from functools import partial
@@ -30,7 +30,7 @@ from ddpnb.rank.strategies.ddp import DdpStrategy
 from ddpnb.rank.worker import Worker
 
 CHUNK_BYTES: Final = 1 << 22
-"""Bytes that are summed at once. 4 MB is the fastest of 1, 4 and 8 MB, with 2 ranks."""
+"""Number of bytes that are summed at once. With 2 ranks, 4 MB is faster than 1 MB and 8 MB."""
 
 
 @final

@@ -1,4 +1,4 @@
-"""The replicas of ``dp``, each on its own thread, on several GPUs or on one device (rank 0).
+"""The replicas of ``dp``: one thread for each replica, on several GPUs or on one device (rank 0).
 
 As in torch's ``DataParallel``, each step copies the parameters to all replicas and runs each
 replica on its slice of the batch. The first replica then gathers outputs and sums gradients.
@@ -21,17 +21,17 @@ from ddpnb.rank.worker import Worker, state_of
 
 
 class Replicas(ABC):
-    """Copies of a model. The first replica is trained."""
+    """The replicas of a model. The optimizer updates only the first replica."""
 
     def __init__(self, worker: Worker, devices: list[torch.device]) -> None:
         self.worker = worker
         self.devices = devices
         self.meter = worker.meter
-        # Keep the threads, because each new thread costs torch milliseconds.
+        # Reuse the threads, because torch needs milliseconds to prepare a new thread.
         self.pool = ThreadPoolExecutor(len(devices), thread_name_prefix="ddpnb-replica")
 
     def run(self, call: StepFunction, slices: list[Any]) -> list[Any]:
-        """Copy the first replica to the others. Call a function with each replica and its slice."""
+        """Copy the first replica to the others. Return ``call(replica, slice)`` of each replica."""
         worker, devices = self.worker, self.devices[: len(slices)]
         with self.meter.communicating():
             models = self.copies(devices)
@@ -40,13 +40,13 @@ class Replicas(ABC):
         num_copied = (len(models) - 1) * self.meter.scale
         self.meter.count(
             sent=round(num_copied * num_bytes(state_of(worker.model))),
-            received=round(num_copied * num_bytes(worker.parameters)),  # the gradients' size
+            received=round(num_copied * num_bytes(worker.parameters)),  # size of the gradients
         )
 
         def run_one(number: int, model: nn.Module, part: Any, device: torch.device) -> Any:
             index = device.index if device.type == "cuda" else -1
             measured = nullcontext() if number else worker.activations.hooks()
-            with torch.cuda.device(index), worker.autocast(), measured:  # valid per thread
+            with torch.cuda.device(index), worker.autocast(), measured:  # set for each thread
                 return call(model, part)
 
         return list(self.pool.map(run_one, range(len(models)), models, placed, devices))
@@ -57,9 +57,9 @@ class Replicas(ABC):
 
     @abstractmethod
     def gather(self, outputs: list[Tensor]) -> Tensor:
-        """Return the rows of all outputs on the first device.
+        """Concatenate all outputs on the first device.
 
-        A backward pass through these rows leaves the sum of all gradients in the first replica.
+        A backward pass through the result sums all replicas' gradients in the first replica.
         """
 
 
@@ -68,12 +68,12 @@ class GpuReplicas(Replicas):
     """Replicas on several GPUs. Autograd sums their gradients in the first replica."""
 
     def copies(self, devices: list[torch.device]) -> Sequence[nn.Module]:
-        """Broadcast the parameters and buffers."""
+        """Broadcast the parameters and buffers to all GPUs."""
         copies: Sequence[nn.Module] = replicate(self.worker.model, devices)
         return copies
 
     def gather(self, outputs: list[Tensor]) -> Tensor:
-        """Gather the outputs with torch's function, through which autograd sends gradients back."""
+        """Gather the outputs with torch's ``gather``. Autograd sends the gradients back."""
         with self.meter.communicating():
             gathered: Tensor = gather(outputs, self.devices[0])
         return gathered
@@ -83,8 +83,8 @@ class GpuReplicas(Replicas):
 class ThreadReplicas(Replicas):
     """Replicas on one device, with the same steps as on GPUs.
 
-    The first replica exchanges messages with the others one by one. On emulated devices, the link
-    of the first device needs time for each message.
+    The first replica exchanges messages with one replica after the other. On emulated devices, each
+    message takes time on the first device's link.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -94,7 +94,7 @@ class ThreadReplicas(Replicas):
 
     @torch.no_grad()
     def copies(self, devices: list[torch.device]) -> Sequence[nn.Module]:
-        """Copy the parameters and buffers. As in torch, only the first replica's buffers last."""
+        """Copy the parameters and buffers. As in torch, other replicas' buffers are overwritten."""
         first, *others = map(state_of, self.models)
         for other in others:
             for mine, theirs in zip(first, other, strict=True):
@@ -103,12 +103,12 @@ class ThreadReplicas(Replicas):
         return self.models
 
     def gather(self, outputs: list[Tensor]) -> Tensor:
-        """Return the rows of all outputs. Each replica's thread gets the gradient of its rows."""
+        """Concatenate the outputs. Each replica's thread runs the backward pass of its output."""
 
         def go_back(gradient: Tensor) -> None:
             slices = gradient.split([len(output) for output in outputs])
             self.meter.exchange(len(slices) - 1, num_bytes(slices[1:]), is_scaled=False)
-            list(self.pool.map(Tensor.backward, outputs, slices))  # list() waits, and raises
+            list(self.pool.map(Tensor.backward, outputs, slices))  # wait for all threads
             self.sum_gradients()
 
         self.meter.computed()
@@ -120,7 +120,7 @@ class ThreadReplicas(Replicas):
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Add the gradients of the other replicas to those of the first replica."""
+        """Add the gradients of the other replicas to the first replica's gradients."""
         first, *others = ([p for p in each.parameters() if p.requires_grad] for each in self.models)
         self.meter.computed()
         self.meter.exchange(len(others), sum(map(num_bytes, others)))

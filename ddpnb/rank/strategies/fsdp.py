@@ -4,28 +4,28 @@
 
 g_i is the gradient of the mean loss over rank i's b_i samples. The global batch has B samples. The
 update is the same as in ``ddp``. Each rank keeps one N-th of the rows of each parameter, with their
-gradient and optimizer state (stage 3 of ZeRO). Ranks gather a layer's parameters before the
-layer runs, and release them afterwards.
+gradients and optimizer state (stage 3 of ZeRO). Ranks gather a layer's parameters before the layer
+runs, and release them afterwards.
 
 Reference: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", PVLDB
 16(12), 2023; code: ``torch.distributed.fsdp.fully_shard`` (FSDP2).
 
 Each module in a ``Sequential`` or ``ModuleList`` is a layer, at any depth of the model. All other
-parameters are gathered together, with the model. A layer is also gathered with the model if the
-layer, or one of its parameters, occurs twice in the model.
+parameters are gathered together, when the whole model is called. If a layer, or one of its
+parameters, occurs twice in the model, the layer is gathered with these other parameters.
 
-- Messages per step: one all-gather of each layer's parameters before its forward pass, for each
-  micro-batch. With ``reshard``, one more all-gather before the layer's backward pass. Finally, one
-  reduce-scatter of each layer's gradients.
+- Messages per step and layer, for each micro-batch: one all-gather of the parameters before the
+  forward pass and, with ``reshard``, one more before the backward pass. After the last micro-batch,
+  one reduce-scatter of the gradients.
 - Bytes sent per step and rank, with A micro-batches: (N - 1) * (P * 2 A + G). Without ``reshard``:
-  (N - 1) * (P * A + G). P is the bytes of a rank's part of the parameters, about an N-th. G is the
-  bytes of a rank's part of the gradients: P without the frozen parameters. Torch may gather a
-  frozen layer only once, and an unused layer never. gloo's reduce-scatter is an all-reduce. The
-  extra bytes of gloo and the norm for clipping are not counted.
+  (N - 1) * (P * A + G). P is the size of a rank's part of the parameters, about an N-th. G is the
+  size of a rank's part of the gradients, without frozen parameters. Torch may gather a frozen layer
+  only once, and an unused layer never. gloo's reduce-scatter is an all-reduce, which sends more.
+  These extra bytes and the messages for clipping are not counted.
 
 gloo's collectives block the thread, so all their time is exposed, including waits for other ranks.
-NCCL's collectives run on separate streams. NCCL's collectives count as hidden from start to end,
-because torch does not report when the GPU waits for a collective.
+NCCL's collectives run on separate CUDA streams. ddpnb counts all of their time as hidden, because
+torch does not report when the GPU waits for a collective.
 """
 
 import importlib
@@ -51,7 +51,7 @@ class Fsdp(Strategy):
     """Torch's ``fully_shard`` on the default process group.
 
     Args:
-        reshard: True to release a layer between its forward and its backward pass.
+        reshard: If True, release a layer's parameters between its forward and backward pass.
     """
 
     def __init__(self, *, reshard: bool = True) -> None:
@@ -66,7 +66,7 @@ class Fsdp(Strategy):
     def setup(self, worker: Worker) -> None:
         """Shard the parameters, then create this rank's optimizer. Every rank takes part."""
         assert dist.group.WORLD is not None, "this rank is in a group"
-        # Imported here because the import takes a second. At the top, every rank would need it.
+        # Import it here, because the import takes a second and other strategies do not need it.
         fsdp = importlib.import_module("torch.distributed.fsdp")
         mesh = DeviceMesh.from_group(dist.group.WORLD, worker.device.type)
         for layer in (*layers_of(worker.model), worker.model):
@@ -79,10 +79,10 @@ class Fsdp(Strategy):
         """Train on this rank's slice of one global batch. Every rank takes part."""
         worker = self.worker
         # forward, backward; communicate: torch gathers each layer's parameters and averages its
-        # gradients. Torch divides by the number of ranks. The weight makes that a sample mean.
+        # gradients over ranks. The weight turns the mean over ranks into a mean over samples.
         weight = worker.world_size * batch.weight
         loss = worker.compute_gradients(batch, weight=weight, unsynced=self._unsynced)
-        # update: each rank updates its part
+        # update: each rank updates its part of the parameters
         worker.update(self.optimizer)
         return loss
 
@@ -95,8 +95,8 @@ class Fsdp(Strategy):
         return plain
 
     def snapshot(self) -> State:
-        """Gather the whole model. Every rank takes part."""
-        held = self.worker.model.state_dict()  # its parameters are DTensors since setup
+        """Gather the state of the whole model. Every rank takes part."""
+        held = self.worker.model.state_dict()  # the parameters are DTensors since setup
         return {
             name: each.full_tensor() if hasattr(each, "full_tensor") else each
             for name, each in held.items()
@@ -104,7 +104,7 @@ class Fsdp(Strategy):
 
     @contextmanager
     def _unsynced(self) -> Iterator[None]:
-        """Keep whole gradients on this rank, without communication, in this context."""
+        """Add up whole gradients on this rank in this context, without communication."""
         model: Any = self.worker.model  # an FSDPModule since setup
         model.set_requires_gradient_sync(False)
         yield
@@ -112,20 +112,20 @@ class Fsdp(Strategy):
 
 
 def layers_of(model: nn.Module) -> list[Any]:
-    """Return the modules to gather one by one.
+    """Return the layers: the modules with parameters that are gathered separately.
 
-    Torch gathers a module's parameters when the module is called. Therefore, only modules that are
-    certainly called by themselves are returned, such as the blocks of a transformer.
+    Torch gathers a module's parameters when the module is called. Therefore, a layer must be a
+    module that is certainly called by itself, such as a block of a transformer.
     """
     places = Counter(each for _, each in model.named_parameters(remove_duplicate=False))
     return [layer for layer in _listed(model) if all(places[p] == 1 for p in layer.parameters())]
 
 
 def _listed(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules with parameters in any list, at any depth.
+    """Yield all modules that have parameters and are in a list, at any depth.
 
-    A list is a ``Sequential``, or a module that cannot be called, such as a ``ModuleList`` or
-    ``ModuleDict``.
+    A module counts as a list if it is a ``Sequential``, or if it cannot be called (a ``ModuleList``
+    or ``ModuleDict``).
     """
     for child in module.children():
         if not _is_list(module) or _is_list(child):

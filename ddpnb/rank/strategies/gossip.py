@@ -4,17 +4,18 @@
     w_i  <-   (w_i' + w_j') / 2            j: the partner of i in this step
 
 g_i is the gradient of the mean loss over rank i's part of the global batch. The ranks form a ring.
-In step k, each of the ranks k, k + 2, ... meets the next rank, so ranks alternate between the left
-and right neighbour. If the number of ranks is odd, one rank is idle in each step, in turn. A rank
-waits only for its partner. Each rank has its own optimizer and momentum. The ranks' weights are
-nearly equal. Their mean moves as in synchronous SGD. All ranks end with the mean of all weights.
+In step k, the partner of each of the ranks k, k + 2, ... is the next rank. So each rank alternates
+between its left and right neighbour. If the number of ranks is odd, a different rank is idle in
+each step. A rank waits only for its partner. Each rank has a separate optimizer and momentum. All
+ranks' weights stay nearly equal, and their mean moves as in synchronous SGD. At the end, every rank
+gets the mean of all weights.
 
 Reference: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS
-2017 (D-PSGD). Here, the pairs change from step to step.
+2017 (D-PSGD). In ddpnb, the pairs change from step to step.
 
-- Messages per step and rank: all weights to the partner, and the partner's weights back (for each
-  dtype). After the last step: one all-reduce of all weights.
-- Bytes sent per step and rank: S, the bytes of all parameters. An idle rank sends 0 bytes.
+- Messages per step, rank and dtype: one message with all weights to the partner, and one from the
+  partner. After the last step: one all-reduce of all weights.
+- Bytes sent per step and rank: S, the size of all parameters. An idle rank sends 0 bytes.
 """
 
 from dataclasses import replace
@@ -32,14 +33,14 @@ from ddpnb.rank.worker import Batch, Worker
 
 @final
 class Gossip(Strategy):
-    """Averages weights in pairs of ranks. The pairs change from step to step."""
+    """SGD on each rank, with an average of two ranks' weights after each step."""
 
     def plan(self, state: RankState) -> Plan:
-        """Plan for every rank. Waits spread around the ring, so ranks are up to N steps apart."""
+        """Plan to train on every rank. Ranks may be up to ``world_size`` steps apart."""
         return replace(super().plan(state), num_steps_ahead=state.world_size, averages_weights=True)
 
     def setup(self, worker: Worker) -> None:
-        """Create this rank's optimizer, and buffers for the weights of both partners."""
+        """Create this rank's optimizer, and flat buffers for its own and its partner's weights."""
         super().setup(worker)
         self.mine, self.theirs = FlatBuffer(worker.parameters), FlatBuffer(worker.parameters)
         self.num_steps = 0

@@ -2,23 +2,24 @@
 
     worker i:  w  <-  w - (b_i / B) * lr * g_i(w_old)     w: the only copy, in shared memory
 
-Each worker reads the parameters while others write them, and updates them without waiting. So w_old
-may be a mixture of several states. Each worker has its own optimizer and momentum. An update's
-staleness is the number of updates by others since the worker's previous update. The weight b_i / B
-is the worker's share of a global batch of B samples, as in ``async``.
+Each worker reads and updates the parameters while other workers write them. So w_old may mix values
+from before and after another worker's update. Each worker has a separate optimizer and momentum. An
+update's staleness is the number of other workers' updates since the worker's previous update. The
+weight b_i / B is the worker's share of a global batch of B samples, as in ``async``.
 
 Option:
 
-    momentum=m  momentum of the default optimizer, instead of --momentum
+    momentum=m  momentum of the default optimizer, replaces --momentum
 
 Reference: Niu, Recht, Re and Wright, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic
 Gradient Descent", NeurIPS 2011.
 
-- Messages per step and worker: one to rank 0 and one reply, of about 50 bytes each. Rank 0 counts
-  updates and hands out the shards, so a faster worker gets more shards.
-- Bytes sent per step: P for parameters of P bytes, written to the shared memory.
+- Messages per step and worker: one request to rank 0 and one reply, about 50 bytes each. Rank 0
+  counts updates and distributes the shards, so a faster worker gets more shards.
+- Bytes sent per step and worker: the size of all parameters, written to shared memory.
 
-If a worker dies, its shards are lost, but the worker may join again. GPUs cannot share this memory.
+If a worker dies, its unfinished shards are lost, and the restarted worker may join again. Hogwild
+needs CPUs, because GPUs cannot share this memory.
 """
 
 from typing import final
@@ -35,7 +36,7 @@ class Hogwild(AsynchronousStrategy):
     """Asynchronous SGD on shared memory."""
 
     def setup(self, worker: Worker) -> None:
-        """Move the parameters to the copy in shared memory. Every rank takes part."""
+        """Replace this worker's parameters by views of shared memory. Every rank takes part."""
         self.begin(worker, 1, lambda _: UpdateCounter())
         self.optimizer = worker.optimizer(worker.parameters)
 
@@ -45,7 +46,7 @@ class Hogwild(AsynchronousStrategy):
         # forward, backward
         loss = worker.compute_gradients(batch)
         # communicate: nothing, because the parameters are shared
-        # update: in the shared memory, while others do the same
+        # update: in the shared memory, while other workers do the same
         with scaled_rate(self.optimizer, batch.weight):
             worker.update(self.optimizer)
         worker.staleness = self.client.step(batch.weight)

@@ -3,15 +3,15 @@
     each step:         w_i  <-  w_i - lr * g_i(w_i)                      on each rank i
     every H-th step:   w_i  <-  (1 / N) * sum over ranks j of w_j        after that
 
-g_i is the gradient of the mean loss over rank i's part of the global batch. Momentum is
-local, and is not averaged.
+g_i is the gradient of the mean loss over rank i's part of the global batch. Each rank has a
+separate momentum. The momentum is not averaged.
 
 Reference: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.
 
-- Messages: one all-reduce of all weights every H-th step (one for each dtype). At the end, there is
-  one more if ranks made steps after the last average.
-- Bytes sent per rank, with N ranks: 2 (N - 1) / N * S in each of these steps, and 0 in the other
-  steps. S is the bytes of all parameters.
+- Messages per dtype: one all-reduce of all weights in every H-th step. If ranks made steps after
+  the last average, there is one more all-reduce at the end.
+- Bytes sent per rank, with N ranks: 2 (N - 1) / N * S in every H-th step, and 0 in the other steps.
+  S is the size of all parameters in bytes.
 """
 
 from dataclasses import replace
@@ -47,7 +47,7 @@ class LocalSgd(Strategy):
     def step(self, batch: Batch) -> Tensor:
         """Train on this rank's slice of one global batch. Every H-th step averages the weights."""
         worker = self.worker
-        # forward, backward, update: each rank by itself
+        # forward, backward, update: each rank without the others
         loss = worker.compute_gradients(batch)
         worker.update(self.optimizer)
         # communicate: every rank takes part

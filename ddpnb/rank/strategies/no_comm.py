@@ -3,9 +3,10 @@
     rank i:  w_i  <-  w_i - lr * g_i(w_i)
 
 g_i is the gradient of the mean loss over rank i's part of the global batch. All ranks compute at
-the same time and send nothing. A strategy that shares the samples evenly cannot be faster. The run
-ends when the slowest rank is done, so a strategy that gives more samples to fast ranks (``async``)
-can be faster. The result is rank 0's model, which has learned only from rank 0's part.
+the same time and send nothing. A strategy that shares the samples evenly cannot be faster than
+``no-comm``. The run ends when the slowest rank is done, so a strategy that gives more samples to
+fast ranks (``async``) can be faster. The result is rank 0's model, which was trained only on rank
+0's part of the samples.
 
 Reference: the local gradient step of Zinkevich et al., "Parallelized Stochastic Gradient Descent",
 NeurIPS 2010, without the final average.
@@ -24,7 +25,7 @@ from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies.base import Plan, Strategy
 from ddpnb.rank.worker import Batch
 
-_NOTE = "no-comm does not communicate. Its model learned only from rank 0's share of the samples."
+_NOTE = "Ranks do not communicate, so the model was trained only on rank 0's share of the samples."
 
 
 @final

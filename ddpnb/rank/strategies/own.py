@@ -17,10 +17,10 @@ Define a class with ``setup(worker)``, ``step(batch)`` and ``finish()``:
         def finish(self):
             return self.worker.model
 
-``close()`` is optional. ddpnb calls it at the end. With ``averages_weights = True``, ddpnb
-estimates BatchNorm's statistics again at the end. With ``synchronous = False``, ranks need not wait
-for each other in each step. You can also extend ``Strategy``, for example with a copy of a built-in
-strategy. ddpnb uses such a class without changes.
+The method ``close()`` is optional. ddpnb calls ``close()`` at the end. If the class sets
+``averages_weights = True``, ddpnb estimates BatchNorm's statistics again at the end. If the class
+sets ``synchronous = False``, ranks need not wait for each other in each step. The class may inherit
+from ``Strategy``, for example if you change a copy of a built-in strategy.
 """
 
 from dataclasses import replace
@@ -37,14 +37,14 @@ from ddpnb.rank.worker import Batch, Worker
 
 @final
 class UserStrategy(Strategy):
-    """A wrapper around the user's object, with defaults for everything that the object lacks."""
+    """A wrapper around the user's strategy, with defaults for all optional attributes."""
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
 
     def plan(self, state: RankState) -> Plan:
         """Plan to train on every rank."""
-        # Ranks need not wait for each other: a stop allows a difference of one step between ranks.
+        # A user's strategy may not make ranks wait. So a stop may leave ranks one step apart.
         return replace(
             super().plan(state),
             synchronous=bool(getattr(self._strategy, "synchronous", True)),
@@ -66,21 +66,21 @@ class UserStrategy(Strategy):
             return loss.detach()
         shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
         raise UserError(
-            f"{type(self._strategy).__name__}.step(batch) returned {kind_of(loss)}{shape}; "
-            "return the mean loss over the batch as a tensor of shape ()."
+            f"{type(self._strategy).__name__}.step(batch) returned {kind_of(loss)}{shape}. "
+            "Return the mean loss over the batch as a tensor of shape ()."
         )
 
     def finish(self) -> nn.Module:
-        """Return the model from the user's object. If that is None, return the worker's."""
+        """Return the model from the user's ``finish``, or the worker's model if this is None."""
         model = self._strategy.finish()
         if model is None:
             return self.worker.model
         if isinstance(model, nn.Module):
             return model
         name = type(self._strategy).__name__
-        raise UserError(f"{name}.finish() returned {kind_of(model)}; return the trained model.")
+        raise UserError(f"{name}.finish() returned {kind_of(model)}. Return the trained model.")
 
     def close(self) -> None:
-        """Call ``close`` of the user's object, if the object has it."""
+        """Call the user's ``close`` method if it exists."""
         if callable(close := getattr(self._strategy, "close", None)):
             close()

@@ -4,14 +4,14 @@
 
 g_i is the gradient of the mean loss over rank i's b_i samples. The global batch has B samples. The
 gradients are cut into N chunks. In each of the first N - 1 rounds, each rank sends a chunk to the
-next rank, which adds its own values. Then each rank has the sum of one chunk. In N - 1 more rounds,
-the sums travel once around the ring.
+next rank, and the next rank adds its own values. After these rounds, each rank has the sum of one
+chunk. In N - 1 more rounds, each sum is sent once around the ring.
 
 Reference: Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of
 Workstations", Journal of Parallel and Distributed Computing 69(2), 2009.
 
-- Messages per step and rank: 2 (N - 1), to the next rank (for each dtype).
-- Bytes sent per step and rank, with N ranks: 2 (N - 1) / N * S. S is the bytes of all gradients. If
+- Messages per step, rank and dtype: 2 (N - 1), all of them to the next rank.
+- Bytes sent per step and rank, with N ranks: 2 (N - 1) / N * S. S is the size of all gradients. If
   N does not divide the number of gradients evenly, chunks differ by one element.
 """
 
@@ -42,7 +42,7 @@ def ring_all_reduce(flat: Tensor, *, rank: int, world_size: int) -> None:
         mine, theirs = chunks[(rank - shift) % world_size], chunks[(rank - shift - 1) % world_size]
         _exchange(mine, arrived[: len(theirs)], rank, world_size)
         theirs += arrived[: len(theirs)]
-    # all-gather: the sums travel once around the ring
+    # all-gather: each sum is sent once around the ring
     for shift in range(world_size - 1):
         mine, theirs = chunks[(rank + 1 - shift) % world_size], chunks[(rank - shift) % world_size]
         _exchange(mine, theirs, rank, world_size)

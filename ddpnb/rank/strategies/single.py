@@ -3,7 +3,7 @@
     w  <-  w - lr * g(w),    g = gradient of the mean loss over the global batch
 
 On a CPU, the device is one rank's share of the threads. With ``threads=all``, the device has the
-threads of all ranks on its host. Other strategies should be faster than this whole machine.
+threads of all ranks on its host. Other strategies should be faster than ``single:threads=all``.
 
 Reference: Robbins and Monro, "A Stochastic Approximation Method", Annals of Mathematical Statistics
 22(3), 1951.
@@ -38,11 +38,11 @@ class Single(Strategy):
         if state.device != "cpu" or num_ranks == 1:
             return alone
         num, num_all = state.num_threads, num_ranks * state.num_threads
-        note = f"It uses {num} of {num_all} threads; single:threads=all uses all."
+        note = f"Used {num} of {num_all} threads. single:threads=all uses all threads."
         return replace(alone, notes=(note,))
 
     def setup(self, worker: Worker) -> None:
-        """Take the threads. ddpnb gives them back when the run ends."""
+        """With ``threads=all``, use all ranks' threads. ddpnb restores the number afterwards."""
         if self._takes_all:
             torch.set_num_threads(torch.get_num_threads() * worker.local_world_size)
         super().setup(worker)

@@ -3,17 +3,17 @@
     w  <-  w - lr * sum over ranks i of (b_i / B) * g_i(w)
 
 g_i is the gradient of the mean loss over rank i's b_i samples. The global batch has B samples. The
-update is the same as in ``ddp``. Each rank updates only its part of the parameters, a few whole
-tensors, and sends this part to the others. A rank keeps the optimizer's state only for its part.
+update is the same as in ``ddp``. Each rank updates a part of the parameters (a few whole tensors)
+and sends this part to the other ranks. Each rank keeps the optimizer's state only for its part.
 
 Reference: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models", SC 2020; code: ``torch.distributed.optim.ZeroRedundancyOptimizer``.
 
 - Messages per step: the same as in ``ddp``, then one broadcast of each parameter, from the rank
   that updates the parameter.
-- Bytes sent per step and rank, with N ranks: 2 (N - 1) / N * S + (N - 1) * P. S is the bytes of
-  all gradients. P is the bytes of the parameters in this rank's part. The sum of P over all ranks
-  is S. Bytes received: 2 (N - 1) / N * S + S - P.
+- Bytes sent per step and rank, with N ranks: 2 (N - 1) / N * S + (N - 1) * P. S is the size of all
+  gradients in bytes. P is the size of this rank's part of the parameters. The sum of P over all
+  ranks is S. Bytes received per step and rank: 2 (N - 1) / N * S + S - P.
 """
 
 import importlib
@@ -29,7 +29,7 @@ from ddpnb.rank.worker import Worker
 
 @final
 class Zero(DdpStrategy):
-    """Torch's ``DistributedDataParallel`` with its ``ZeroRedundancyOptimizer``."""
+    """Torch's ``DistributedDataParallel`` with torch's ``ZeroRedundancyOptimizer``."""
 
     def setup(self, worker: Worker) -> None:
         """Wrap the model in DDP and shard its optimizer. Every rank takes part."""
@@ -40,15 +40,15 @@ class Zero(DdpStrategy):
 
 
 def _sharded(sample: Optimizer) -> Any:
-    """Return a new optimizer like ``sample``, with sharded state. Every rank takes part.
+    """Return a sharded optimizer with the settings of ``sample``. Every rank takes part.
 
-    Hooks before and after a step (warm-up, clipping) move to the sharded optimizer. On every rank,
-    the hooks see all parameters, with the averaged gradients.
+    The sharded optimizer gets all hooks of ``sample`` (warm-up, clipping). On every rank, the hooks
+    see all parameters with averaged gradients.
     """
-    # Each group has all its settings, but the constructor may check or require some of them.
+    # The groups contain all settings, but the constructor may require some as arguments.
     takes = inspect.signature(type(sample)).parameters
     given = {key: value for key, value in sample.defaults.items() if key in takes}
-    # Imported here because the import takes half a second. At the top, every rank would need it.
+    # Import it here, because the import takes half a second and other strategies do not need it.
     optim = importlib.import_module("torch.distributed.optim")
     whole = optim.ZeroRedundancyOptimizer(sample.param_groups, type(sample), **given)
     before, after = step_hooks(sample)

@@ -10,14 +10,15 @@ from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.cell import cell_task
 
 _loaded: dict[str, Task] = {}
-"""The task of the current comparison, by comparison id. All runs train on the same data."""
+"""The id and the task of the current comparison. All runs train on the same data."""
 
 
 def load_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> Task:
     """Return the task that a spec names. All runs of a comparison share the task and its data.
 
     Raises:
-        UserError: See ``cell_task``. Also, if the cell and the spec both configure an optimizer.
+        UserError: The cell's task is wrong (see ``cell_task``), or the cell and the spec both
+            configure an optimizer.
     """
     task = _loaded.get(spec.comparison)
     if task is None:
@@ -30,10 +31,10 @@ def load_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> 
         if spec.comparison:
             _loaded[spec.comparison] = task
     if task.optimizer and (spec.momentum or spec.own_momentum is not None or spec.rates):
-        what = "A choice of --lr" if spec.rates else "Momentum"
+        what = "Several values of --lr need" if spec.rates else "Momentum needs"
         raise UserError(
-            f"{what} applies only to the default optimizer, but the cell defines "
-            "optimizer(params). Remove one of the two."
+            f"{what} the default optimizer, but the cell defines optimizer(params). Remove "
+            "optimizer() from the cell, or remove the option."
         )
     return task
 

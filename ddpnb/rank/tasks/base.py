@@ -12,16 +12,16 @@ from ddpnb.rank.tasks.batches import Tree, shape_of
 from ddpnb.rank.tasks.samples import Samples
 
 ModelFactory = Callable[[], nn.Module]
-"""Creates the plain model, with weights from torch's global random numbers."""
+"""Function that creates the plain model, with weights from torch's global random generator."""
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""Creates an optimizer for the given parameters."""
+"""Function that creates an optimizer for a list of parameters."""
 
 StepFunction = Callable[[nn.Module, Tree], Tensor | Mapping[str, Any]]
-"""Computes the loss of a batch. The arguments are a model, possibly wrapped, and a batch.
+"""Function that computes the loss of a batch, from the model or its wrapper and the batch.
 
-Returns the *mean* loss over the samples as a tensor of shape (), or a dict with this tensor as
-``loss``. ddpnb measures other numbers in the dict in the same way as the loss.
+The function returns the *mean* loss over the samples as a tensor of shape (), or a dict with this
+tensor as ``loss``. ddpnb averages other numbers in the dict over the samples, like the loss.
 """
 
 Number = float | Tensor
@@ -34,10 +34,10 @@ LOSS = "loss(outputs, targets)"
 @final
 @dataclass(frozen=True, slots=True)
 class Supervised:
-    """The step for batches of (inputs, targets): the loss of the model's outputs."""
+    """A step that computes the loss of the model's outputs, for batches of (inputs, targets)."""
 
     loss: Callable[[Any, Any], Tensor] = nn.functional.cross_entropy
-    """Takes outputs and targets. Returns the *mean* over the samples, a tensor of shape ()."""
+    """Function of outputs and targets that returns the *mean* loss, a tensor of shape ()."""
 
     def __call__(self, model: nn.Module, batch: Tree) -> Tensor:
         """Return the mean loss."""
@@ -46,7 +46,7 @@ class Supervised:
 
 
 CLASSIFY = Supervised()
-"""The default step, with cross-entropy."""
+"""The default step, with cross-entropy as the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,32 +58,32 @@ class Task:
     held_out: Samples
     step: StepFunction = CLASSIFY
     optimizer: Callable[..., Any] | None = None
-    """The cell's ``optimizer`` function. None: SGD with the options of the comparison."""
+    """The cell's ``optimizer`` function. If None, ddpnb uses SGD with the comparison's options."""
     validation_step: Callable[[nn.Module, Tree], Number | Mapping[str, Number]] | None = None
-    """Measures a model on one held-out batch. The mean over the samples is reported.
+    """Function that measures a model on one held-out batch. ddpnb reports the mean over samples.
 
-    If the task has a ``metric``, the step may also return outputs and targets for the metric.
+    If the task has a ``metric``, this function may return outputs and targets for the metric.
     """
     metric: Callable[[Any, Any], Number | Mapping[str, Number]] | None = None
-    """Measures all held-out outputs against all targets."""
+    """Function that computes measures from all held-out outputs and targets."""
     has_loss: bool = True
-    """True if the task defines the loss. False if the loss is the default."""
+    """True if the task defines the loss. False if ddpnb uses the default loss."""
     notes: tuple[str, ...] = ()
-    """Notes for every result, for example that the data are synthetic."""
+    """Notes that every result shows, for example that the data are synthetic."""
     defined: Mapping[str, object] = field(default_factory=dict)
-    """All names that the task's cell defines. Empty for a built-in task."""
+    """Variables of the task's cell and of earlier cells. Empty for a built-in task."""
 
     @property
     def has_measures(self) -> bool:
-        """True if the task itself measures held-out samples."""
+        """True if the task defines its own measures of held-out samples."""
         return self.validation_step is not None or self.metric is not None
 
 
 def split_step(result: object, call: str = STEP) -> tuple[Tensor, Mapping[str, Number]]:
     """Return the loss and the other numbers in the result of a step.
 
-    If the result is a mapping other than a plain dict, only the loss is returned. An example is the
-    output of a transformers model. ``call`` is the name of the step in messages.
+    Other numbers are returned only if the result is a plain dict. The output of a transformers
+    model is not a plain dict. ``call`` is the name of the step in messages.
 
     Raises:
         UserError: The result has no loss.

@@ -1,17 +1,18 @@
 """Select the samples of each step and worker, and handle batches as trees of tensors (ranks).
 
-Each epoch is one permutation of the training split, made from the seed and cut into global batches.
-Each global batch is divided into shards, one for each worker. The shards of a step together are
-exactly the global batch. So every strategy sees the same samples in the same order.
+For each epoch, ddpnb shuffles the training split with the seed and cuts it into global batches.
+Each global batch is divided into shards, one for each worker. Together, the shards of a step
+contain each sample of the global batch once. So every strategy sees the same samples in the same
+order.
 
 If the workers share a global batch evenly, the order is the same as with torch's
 ``DistributedSampler(seed=seed, drop_last=True)`` and ``set_epoch``. ddpnb does not call a data
-set's ``set_epoch``. Torch's ``Join`` is not needed, because every worker has a shard of each batch,
-even of an uneven batch. Averages of gradients are weighted by the shards' sizes. So all synchronous
-workers make the same number of steps.
+set's ``set_epoch``. Every worker has a shard of each batch, so all synchronous workers make the
+same number of steps, and torch's ``Join`` is not needed. If shards differ in size, averages of
+gradients are weighted by the shards' sizes.
 
 A batch is a tree: tensors in dicts, tuples and lists, nested in any way. A tree may also contain
-strings, numbers and other objects. A list of strings, such as torch's ``default_collate`` makes,
+strings, numbers and other objects. In batches from torch's ``default_collate``, a list of strings
 has one string for each sample.
 """
 
@@ -40,18 +41,18 @@ class Shard:
 
 
 def every_step(num_steps: int, *, part: int, num_parts: int) -> Iterator[Shard]:
-    """Yield the same part of every global batch: the shards of a synchronous worker."""
+    """Yield a synchronous worker's shards, the same part of every global batch."""
     for step in range(num_steps):
         yield Shard(step=step, part=part, num_parts=num_parts)
 
 
 @dataclass(eq=False)
 class BatchSchedule:
-    """The global batches of a run, which are the same on every rank and for every strategy.
+    """The global batches of a run. Batches are the same on every rank and for every strategy.
 
-    With N ranks, the last n mod N samples of an epoch's permutation of n samples are left out. The
-    last batch may be smaller. A last batch with fewer samples than ranks is left out, so that every
-    shard has at least one sample. This is possible only if N does not divide the batch size.
+    With N ranks, the last n mod N of an epoch's n shuffled samples are left out. The epoch's last
+    batch may be smaller. If the last batch has fewer samples than ranks, it is left out, so that
+    every shard has at least one sample. This happens only if N does not divide the batch size.
 
     Raises:
         UserError: The batch is smaller than the number of ranks or larger than the split.
@@ -63,9 +64,9 @@ class BatchSchedule:
     batch_size: int
     """Number of samples in a global batch."""
     num_epochs: float
-    """Number of passes over the split. A fraction ends inside an epoch."""
+    """Number of passes over the training split. The last pass may be a fraction of an epoch."""
     num_ranks: int
-    """Number of ranks in the whole group, even if a strategy uses fewer."""
+    """Number of ranks in the whole group, even if a strategy uses fewer ranks."""
     seed: int
     """Seed of the permutations."""
 
@@ -88,11 +89,11 @@ class BatchSchedule:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples on which the whole run trains, over all workers."""
+        """Number of samples that all workers together train on in the whole run."""
         return self.num_samples_before(self.num_steps)
 
     def num_samples_before(self, step: int) -> int:
-        """Return the number of samples on which the run trains before a step."""
+        """Return the number of samples that the run trains on before a step."""
         num_epochs, num_left = divmod(step, self.steps_per_epoch)
         num_per_epoch = min(self._num_used, self.steps_per_epoch * self.batch_size)
         return num_epochs * num_per_epoch + num_left * self.batch_size
@@ -108,9 +109,10 @@ class BatchSchedule:
         return least + (shard.part < num_larger)
 
     def indices(self, shard: Shard) -> Tensor:
-        """Return the samples of a shard: int64 indices into the training split.
+        """Return the indices of a shard's samples in the training split, as int64.
 
-        Shard i gets every ``num_parts``-th sample. Sizes of shards differ by at most one sample.
+        A shard has every ``num_parts``-th sample of its global batch. Sizes of shards differ by at
+        most one sample.
         """
         epoch, batch = divmod(shard.step, self.steps_per_epoch)
         start = batch * self.batch_size
@@ -127,13 +129,13 @@ class BatchSchedule:
 
 @lru_cache(maxsize=1)
 def permutation(num: int, seed: int) -> Tensor:
-    """Return the numbers from 0 to ``num - 1`` in random order. The last result is cached."""
+    """Return the numbers from 0 to ``num - 1`` in random order. Only the last result is cached."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randperm(num, generator=generator, device="cpu")
 
 
 def mapped(function: Callable[[Any], Any], tree: Tree) -> Tree:
-    """Return a tree of the same structure with ``function`` of each leaf."""
+    """Apply a function to each leaf of a tree. Return a tree with the same structure."""
     if isinstance(tree, Mapping):
         made: Any = copy.copy(tree)  # keeps the class, e.g. transformers' ModelOutput
         for key, each in tree.items():
@@ -155,8 +157,8 @@ def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _is_sequence(tree: Tree) -> bool:
-    """Return True if a tree is a tuple or list of trees, and not of strings."""
-    if hasattr(tree, "_make"):  # a PackedSequence is a leaf, with its own ``to``
+    """Return True if a tree is a tuple or list, except a list of strings."""
+    if hasattr(tree, "_make"):  # a PackedSequence has a method ``to``, so it is a leaf
         return not hasattr(tree, "to")
     return type(tree) in (tuple, list) and not (tree and isinstance(tree[0], str | bytes))
 
@@ -167,7 +169,7 @@ def tensors_of(tree: Tree) -> Iterator[Tensor]:
 
 
 def copied(tree: Tree) -> Tree:
-    """Return a tree with copies of all tensors, which a forward pass may change."""
+    """Return a tree with copies of all tensors, so that a forward pass may change the copies."""
 
     def copy_of(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -178,7 +180,7 @@ def copied(tree: Tree) -> Tree:
 
 
 def moved(tree: Tree, device: torch.device) -> Tree:
-    """Return a tree with its tensors on a device. Copies to a GPU are asynchronous."""
+    """Return a tree with all tensors on a device. Copies to a GPU are asynchronous."""
 
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -205,7 +207,7 @@ def rows(tree: Tree, begin: int, end: int, num_samples: int) -> Tree:
         if hasattr(leaf, "to") and getattr(leaf, "ndim", 1) > 0:
             raise UserError(
                 f"A batch of {num_samples} samples contains {shape_of(leaf)}, so it cannot be "
-                "split. Give each tensor one row for each sample, or remove --accumulate and dp."
+                "split. Return tensors with one row for each sample, or remove --accumulate and dp."
             )
         return leaf[begin:end] if isinstance(leaf, list | tuple) else leaf
 
@@ -213,7 +215,7 @@ def rows(tree: Tree, begin: int, end: int, num_samples: int) -> Tree:
 
 
 def shape_of(tree: Tree) -> str:
-    """Return the shapes in a tree for a message: ``"(5, 3)"``, ``"{'image': (5, 3)}"``."""
+    """Return a string with the shapes in a tree, such as ``"(5, 3)"`` or ``"{'x': (5, 3)}"``."""
 
     def shape(leaf: Any) -> Any:
         return tuple(leaf.shape) if isinstance(leaf, Tensor) else kind_of(leaf)

@@ -1,7 +1,7 @@
 """Create a task from a notebook's cell (ranks).
 
-The cell runs in a copy of the rank's namespace, once for all runs of a comparison. The cell sees
-the names of earlier cells, and does not overwrite them.
+The cell runs in a copy of the rank's namespace, once for all runs of a comparison. The cell can use
+the names of earlier cells, but does not overwrite them.
 """
 
 import ast
@@ -39,12 +39,12 @@ def cell_task(source: str, namespace: Mapping[str, object], filename: str) -> Ta
     """Run the cell and return the task that the cell defines.
 
     The cell must define ``model()`` and ``data(split)``. ``split`` is ``"train"`` or ``"test"``.
-    ``docs/your-code.md`` lists the other functions that a cell may define. The cell sees the names
-    of ``namespace``. Tracebacks show ``filename`` as the cell's file.
+    ``docs/your-code.md`` lists the other functions that a cell may define. The cell can use all
+    names in ``namespace``. Tracebacks show ``filename`` as the cell's file.
 
     Raises:
-        UserError: A definition is missing or returns a wrong value.
-        Exception: The cell itself raises an error, which keeps its traceback.
+        UserError: A function is missing or returns a wrong value.
+        Exception: The cell's code raised this exception. The traceback is kept.
     """
     scope = dict(namespace)
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
@@ -87,7 +87,10 @@ def _function(name: str, defined: Mapping[str, Any]) -> Any:
         raise UserError(f"The cell does not define {name}(). Add it:  {example}.")
     is_module = example is not None and isinstance(function, nn.Module)  # shared by all runs
     if function is not None and (is_module or not callable(function)):
-        raise UserError(f"{name} in the cell is {kind_of(function)}, but must be a function.")
+        raise UserError(
+            f"{name} must be a function, but the cell defines it as {kind_of(function)}. "
+            f"Define the function with def {name}(...)."
+        )
     return function
 
 
@@ -98,13 +101,13 @@ def _checked_model(model: object) -> nn.Module:
 
 
 def _misspelt(source: str, defined: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a note on each unused function in the cell with a name similar to a known name."""
+    """Return a note for each unused function of the cell that may have a misspelt name."""
     nodes = list(ast.walk(ast.parse(source)))
     used = {node.id for node in nodes if isinstance(node, ast.Name)}
     made = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
     missing = [name for name in _FUNCTIONS if name not in defined]
     return tuple(
-        f"The cell does not use its function {name}(); did you mean {meant}()?"
+        f"The cell defines {name}(), but does not use it. Did you mean {meant}()?"
         for name in sorted(made & defined.keys() - used - set(_FUNCTIONS))
         if (meant := closest(name, missing))
     )

@@ -2,8 +2,9 @@
 
 Source: Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
 Repository, 1998 (CC BY 4.0). The data are the 1797 digits of scikit-learn's ``load_digits``.
-``digits.npz`` has them in the order of scikit-learn's ``train_test_split(..., test_size=0.2,
-random_state=0, stratify=targets)``. Importing scikit-learn would take two seconds on every rank.
+``digits.npz`` contains these digits in the order of scikit-learn's ``train_test_split(...,
+test_size=0.2, random_state=0, stratify=targets)``. ddpnb uses this file because importing
+scikit-learn would take two seconds on every rank.
 """
 
 from pathlib import Path
@@ -20,13 +21,13 @@ _NUM_TRAIN = 1437
 
 
 def build() -> Task:
-    """Return the task: 1437 digits to train on, 360 held out, a small convolutional network."""
+    """Return the task: 1437 training digits, 360 held-out digits, a small convolutional network."""
     train, held_out = (TensorSamples(data(split)) for split in ("train", "test"))
     return Task(model=model, train=train, held_out=held_out)
 
 
 def data(split: str) -> tuple[Tensor, Tensor]:
-    """Return images (N, 1, 8, 8) with values from 0 to 1, and their digits."""
+    """Return images (N, 1, 8, 8) with values from 0 to 1, and the digit in each image."""
     with np.load(Path(__file__).with_name("digits.npz")) as digits:
         images = torch.from_numpy(digits["images"] / 16).float().unsqueeze(1)
         targets = torch.from_numpy(digits["targets"]).long()
@@ -41,8 +42,9 @@ def model() -> nn.Module:
     workers, so strategies would not train the same function.
 
     With torch's default weights, the network learns too little in six epochs. The initial weights
-    follow He et al., "Delving Deep into Rectifiers", ICCV 2015, times 0.8. Without the factor 0.8,
-    the loss is too sharp for stale gradients. The last layer follows Glorot and Bengio, 2010.
+    follow He et al., "Delving Deep into Rectifiers", ICCV 2015, and are multiplied by 0.8. Without
+    this factor, the loss is too sharp for stale gradients. The initial weights of the last layer
+    follow Glorot and Bengio, 2010.
     """
     net = nn.Sequential(
         nn.Conv2d(1, 32, kernel_size=3, padding=1),

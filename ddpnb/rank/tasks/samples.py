@@ -1,4 +1,4 @@
-"""Get samples from the result of ``data(split)``, in this process or in others (ranks)."""
+"""Fetch samples from the result of ``data(split)``, in this or in other processes (ranks)."""
 
 import contextlib
 import itertools
@@ -26,13 +26,13 @@ from ddpnb.protocol.processes import die_with_parent
 from ddpnb.rank.tasks.batches import Shard, Tree, mapped, shape_of, tensors_of
 
 Collate = Callable[[list[Any]], Tree]
-"""Makes one batch of several items of a data set."""
+"""Function that makes one batch from several items of a data set."""
 
 NUM_PREFETCHED = 2
-"""Number of shards that each process prepares while this worker trains on one shard."""
+"""Number of shards that each data process prepares while this worker trains on one shard."""
 
 Request = tuple[Shard, Tensor]
-"""A shard and the numbers of its samples."""
+"""A shard and the indices of its samples."""
 
 
 @final
@@ -47,7 +47,7 @@ class TensorSamples:
         return self._num_samples
 
     def fetch(self, indices: Tensor) -> Tree:
-        """Return the samples with these numbers (int64) as one batch."""
+        """Return the samples with these indices (int64) as one batch."""
         return mapped(lambda leaf: leaf[indices], self._tree)
 
 
@@ -55,7 +55,7 @@ class TensorSamples:
 class DatasetSamples:
     """Samples of a map-style data set with items of any kind.
 
-    By default, ``num_workers`` processes fetch the samples.
+    ``num_workers`` processes fetch the samples, unless ``--data-workers`` sets another number.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class DatasetSamples:
         return len(self.dataset)
 
     def fetch(self, indices: Tensor) -> Tree:
-        """Return the samples with these numbers (int64) as one batch, like ``DataLoader``."""
+        """Return the samples with these indices (int64) as one batch, like ``DataLoader``."""
         numbers, dataset = indices.tolist(), self.dataset
         if callable(fetch_all := getattr(dataset, "__getitems__", None)):
             return self._collate(list(fetch_all(numbers)))
@@ -77,7 +77,7 @@ class DatasetSamples:
 
 
 Samples = TensorSamples | DatasetSamples
-"""A split of a data set. ``fetch`` returns samples by number."""
+"""One split of a data set. ``fetch`` returns the samples with given indices."""
 
 
 def _stack(items: list[Any]) -> Tree:
@@ -92,11 +92,11 @@ def _stack(items: list[Any]) -> Tree:
 
 
 def as_samples(data: Any, split: str, collate: Collate | None = None) -> Samples:
-    """Return the result of ``data(split)`` as ``Samples``.
+    """Convert the result of ``data(split)`` into ``Samples``.
 
     The result may be a tree of tensors or arrays, a map-style data set, a list of items, or a
-    ``DataLoader`` of these. Other results and empty results raise ``UserError``. ``collate`` is the
-    cell's ``collate_fn``.
+    ``DataLoader`` with one of these. Any other result, or an empty result, raises ``UserError``.
+    ``collate`` is the cell's ``collate_fn``.
     """
     num_workers = 0
     if isinstance(data, DataLoader):
@@ -116,7 +116,7 @@ def as_samples(data: Any, split: str, collate: Collate | None = None) -> Samples
         _check_numbered(data, split)
         samples = DatasetSamples(data, collate, num_workers=num_workers)
     if len(samples) == 0:
-        raise UserError(f"data({split!r}) returned no samples. Return at least one.")
+        raise UserError(f"data({split!r}) returned no samples. Return at least one sample.")
     return samples
 
 
@@ -139,7 +139,7 @@ def _as_tensors(tree: object, split: str) -> Tree:
 
 
 def _dataset_of(loader: DataLoader[Any], split: str) -> Any:
-    """Return a loader's data set. Reject a loader with a custom choice or order of samples."""
+    """Return a loader's data set. Raise ``UserError`` if the loader has a custom sampler."""
     sampler, dataset = loader.sampler, loader.dataset
     _check_numbered(dataset, split)
     is_drawn = getattr(sampler, "replacement", False)
@@ -148,13 +148,13 @@ def _dataset_of(loader: DataLoader[Any], split: str) -> Any:
         return dataset
     raise UserError(
         f"data({split!r}) returned a DataLoader with a custom sampler. ddpnb cannot use this "
-        "sampler: --batch-size and --seed define the batches. Return the data set, or a Subset, "
-        "for example  Subset(dataset, list(WeightedRandomSampler(weights, n)))."
+        "sampler, because --batch-size and --seed define the batches. Return the data set, or a "
+        "Subset, for example  Subset(dataset, list(WeightedRandomSampler(weights, n)))."
     )
 
 
 def _check_numbered(dataset: Any, split: str) -> None:
-    """Reject a stream, because strategies could not train on its samples in the same order."""
+    """Reject a stream, because strategies could not use its samples in the same order."""
     has_numbers = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if not has_numbers or isinstance(dataset, IterableDataset | str):
         raise _wrong(split, kind_of(dataset))
@@ -175,11 +175,11 @@ def _wrong(split: str, what: str) -> UserError:
 def prefetching(
     fetch: Callable[[Tensor], Tree], requests: Iterable[Request], num_processes: int, *, seed: int
 ) -> Iterator[Iterator[tuple[Shard, Tree]]]:
-    """Yield shards with their samples, which other processes fetch with ``fetch``.
+    """Yield shards with their samples. Other processes fetch the samples with ``fetch``.
 
-    The processes live as long as the context. No process fetches samples before the first shard is
-    requested, so that no strategy has samples ready when the clock starts. Each process takes
-    ``NUM_PREFETCHED`` requests early, even if ``requests`` is a queue that other workers also use.
+    The processes end with the context. No process fetches samples before the first shard is
+    requested, so that no strategy has samples ready when the run's time starts. Each process takes
+    ``NUM_PREFETCHED`` requests in advance, even if other workers use the same queue of requests.
     ``seed`` is the seed of the random numbers in the processes.
     """
     num_first = NUM_PREFETCHED * num_processes  # requests that the loader takes at the start
@@ -199,13 +199,13 @@ def prefetching(
     )
     try:
         yield itertools.islice(batches, num_first, None)
-    finally:  # end them now, because an exception's traceback may keep the iterator alive
+    finally:  # end the processes now, because a traceback may keep the iterator alive
         end_data_workers(batches)
 
 
 @final
 class _Fetched(Dataset[Any]):
-    """A data set of whole shards. A request of None only starts the process."""
+    """A data set with shards as items. The request None only starts the process."""
 
     def __init__(self, fetch: Callable[[Tensor], Tree]) -> None:
         self._fetch = fetch

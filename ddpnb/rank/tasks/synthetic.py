@@ -3,8 +3,9 @@
 Images have CIFAR's shape. Each of ten classes has a random prototype. An image is the prototype of
 its class plus noise, scaled to unit variance, so a model can learn the classes.
 
-You can increase communication and computation independently. Extra parameters need hardly any
-computation. Extra convolutions share parameters and so need hardly any communication.
+You can increase communication and computation independently. Extra parameters add communication,
+but hardly any computation. Extra convolutions share parameters, so they add computation, but hardly
+any communication.
 """
 
 import math
@@ -25,14 +26,14 @@ _DATA_SEED = 0
 _NOISE = 2.0
 """Standard deviation of the noise. The prototypes have a standard deviation of 1."""
 _CHUNK = 1_000_000
-"""Number of parameters in one extra tensor. A large model has many tensors."""
+"""Number of extra parameters in one tensor. A large model has many tensors."""
 
 Images = tuple[Tensor, Tensor]
 """Images (N, 3, 32, 32) and their classes."""
 
 
 def build(*, samples: int = SAMPLES, parameters: int = PARAMETERS, compute: int = COMPUTE) -> Task:
-    """Return the task: images to train on, 1024 held out, a small convolutional network."""
+    """Return the task: training images, 1024 held-out images, a small convolutional network."""
     train, held_out = make_images(samples, NUM_HELD_OUT)
     return Task(
         model=lambda: model(parameters=parameters, compute=compute),
@@ -43,7 +44,7 @@ def build(*, samples: int = SAMPLES, parameters: int = PARAMETERS, compute: int 
 
 
 def data(split: str) -> Images:
-    """Return one of the splits."""
+    """Return the images and classes of a split, ``"train"`` or ``"test"``."""
     images, classes = make_images(SAMPLES, NUM_HELD_OUT)[split == "test"]
     return images, classes
 
@@ -62,7 +63,7 @@ def make_images(num_train: int, num_held_out: int) -> tuple[Images, Images]:
 
 
 def model(*, parameters: int = PARAMETERS, compute: int = COMPUTE) -> nn.Module:
-    """Return a network of two strided convolutions and one linear layer, for (N, 3, 32, 32).
+    """Return a network of two strided convolutions and a linear layer, for images (N, 3, 32, 32).
 
     The network has ``parameters`` parameters, or more if its layers need more.
     """
@@ -82,7 +83,7 @@ def model(*, parameters: int = PARAMETERS, compute: int = COMPUTE) -> nn.Module:
 
 
 class RepeatedConvolution(nn.Module):
-    """One convolution, applied several times: more computation, hardly more communication."""
+    """A convolution that is applied several times, to add computation but little communication."""
 
     def __init__(self, num_channels: int, num_times: int) -> None:
         super().__init__()
@@ -97,7 +98,7 @@ class RepeatedConvolution(nn.Module):
 
 
 class ExtraParameters(nn.Module):
-    """Many parameters with a mean that is one bias: more communication, hardly more computation."""
+    """Many parameters with one bias as their mean, to add communication but little computation."""
 
     def __init__(self, num_parameters: int) -> None:
         super().__init__()

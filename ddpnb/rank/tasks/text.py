@@ -39,12 +39,12 @@ _WIDTH, _NUM_LAYERS, _NUM_HEADS = 64, 2, 4
 
 
 def build() -> Task:
-    """Return the task: 10 files to train on, 4 held out, a transformer of two layers."""
+    """Return the task: 10 training files, 4 held-out files, a transformer with two layers."""
     return Task(
         model=model,
         train=TensorSamples(data("train")),
         held_out=TensorSamples(data("test")),
-        notes=(f"The text is the library of Python {platform.python_version()}.",),
+        notes=(f"The text is the standard library of Python {platform.python_version()}.",),
     )
 
 
@@ -56,7 +56,8 @@ def model() -> nn.Module:
 def data(split: str) -> tuple[Tensor, Tensor]:
     """Cut files of the standard library into pieces of ``CONTEXT`` symbols.
 
-    The target of each symbol is the next symbol. Inputs and targets are int64, (pieces, CONTEXT).
+    The target of each symbol is the next symbol. Inputs and targets have dtype int64 and shape
+    (pieces, CONTEXT).
     """
     names = TRAIN_FILES if split == "train" else HELD_OUT_FILES
     folder = Path(sysconfig.get_paths()["stdlib"])
@@ -70,7 +71,10 @@ def data(split: str) -> tuple[Tensor, Tensor]:
 
 
 class Transformer(nn.Module):
-    """A model that scores the next symbol at every position: (N, T) to (N, ``NUM_SYMBOLS``, T)."""
+    """A model that scores the next symbol at every position.
+
+    Inputs have shape (N, T), and scores have shape (N, ``NUM_SYMBOLS``, T).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +97,7 @@ class Transformer(nn.Module):
 
 
 def layer() -> nn.Module:
-    """Return a layer: attention to earlier symbols, then a network for each position separately."""
+    """Return a layer with attention to earlier symbols, and a network for each position."""
     return nn.TransformerEncoderLayer(
         _WIDTH, _NUM_HEADS, 4 * _WIDTH, 0.0, "gelu", batch_first=True, norm_first=True
     )
