@@ -1,8 +1,8 @@
 """Compare data-parallel training strategies from a notebook.  (Kernel and ranks.)
 
 In a notebook, ``%load_ext ddpnb`` loads the magics.  The functions of this package do the same
-from Python.  Importing the package imports neither torch nor matplotlib.  Python looks up a
-public name when you use the name, in the kernel or on a rank.
+as the magics.  Importing the package imports neither torch nor matplotlib.  A public name is
+looked up when you use the name, in the kernel or on a rank.
 """
 
 import importlib

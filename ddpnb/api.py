@@ -48,7 +48,7 @@ from ddpnb.twins import twin
 
 @twin(options_of(HostsSpec))
 def start(n: int | None = None, **choices: Any) -> Table:
-    """Start the ranks and form the process group; the twin of ``%ddp_start``.
+    """Start the ranks and form the process group.  Same as ``%ddp_start``.
 
     ``ddpnb.start(4)`` returns once every rank has finished an all-reduce.  If a cluster is
     already running, ddpnb uses that cluster unchanged.
@@ -69,7 +69,7 @@ def start(n: int | None = None, **choices: Any) -> Table:
 
 @twin()
 def stop() -> bool:
-    """End every process of the cluster; the twin of ``%ddp_stop``.
+    """End every process of the cluster.  Same as ``%ddp_stop``.
 
     Returns:
         True if a cluster was running.
@@ -79,7 +79,7 @@ def stop() -> bool:
 
 @twin()
 def restart(n: int | None = None, *, ranks: str | None = None) -> Table:
-    """End ranks and start new ranks without variables; the twin of ``%ddp_restart``.
+    """End ranks and start new ranks without variables.  Same as ``%ddp_restart``.
 
     Args:
         n: number of new ranks.  Default: the same number as before.
@@ -90,13 +90,13 @@ def restart(n: int | None = None, *, ranks: str | None = None) -> Table:
 
 @twin()
 def why() -> str:
-    """Return where every rank is now, with its stack; the twin of ``%ddp_why``."""
+    """Return the current position and stack of every rank.  Same as ``%ddp_why``."""
     return describe_ranks(this_session().cluster())
 
 
 @twin()
 def status() -> Table:
-    """Return a table of the ranks with the state of each rank; the twin of ``%ddp_status``."""
+    """Return a table of the ranks with the state of each rank.  Same as ``%ddp_status``."""
     session = this_session()
     cluster, running = session.cluster(allow_lost=True), session.comparison
     if running is None:
@@ -107,7 +107,7 @@ def status() -> Table:
 
 @twin()
 def interrupt() -> str:
-    """Stop cells and comparisons in the background; the twin of ``%ddp_interrupt``.
+    """Stop cells and comparisons in the background.  Same as ``%ddp_interrupt``.
 
     Returns:
         A sentence that names the stopped cells and comparisons.  The ranks keep their variables.
@@ -117,15 +117,15 @@ def interrupt() -> str:
 
 @twin(options_of(CellOptions))
 def run_cell(source: str, **choices: Any) -> RunningCell | TraceResult | None:
-    """Run a cell on ranks, e.g. ``ddpnb.run_cell("print(rank)")``; the twin of ``%%ddp``.
+    """Run a cell on ranks, e.g. ``ddpnb.run_cell("print(rank)")``.  Same as ``%%ddp``.
 
     Args:
-        source: the cell's text.  Magics and ``!commands`` work.
+        source: the cell's text.  The text can contain magics and ``!commands``.
         **choices: as listed.
 
     Returns:
-        The running cell if ``wait`` is false.  The trace if ``trace`` is true, with ``.plot()``,
-        ``.text()`` and ``.save("trace.json")``.  Otherwise None.
+        The running cell if ``wait`` is false, the trace if ``trace`` is true, and otherwise None.
+        The trace has ``.plot()``, ``.text()`` and ``.save("trace.json")``.
 
     Raises:
         RankError: the cell failed on a rank.
@@ -137,7 +137,7 @@ def run_cell(source: str, **choices: Any) -> RunningCell | TraceResult | None:
 
 @twin()
 def debug(rank: int) -> None:
-    """Open IPython's debugger at a rank's last error; the twin of ``%ddp_debug``."""
+    """Open IPython's debugger at a rank's last error.  Same as ``%ddp_debug``."""
     this_session().run_cell("%debug", CellOptions(ranks=str(rank), debug=rank))
 
 
@@ -150,20 +150,20 @@ def run_script(
     keep: bool = False,
     **choices: Any,
 ) -> RunningCell | TraceResult | None:
-    """Run a script that was written for ``torchrun`` on the ranks; the twin of ``%ddp_run``.
+    """Run a script that was written for ``torchrun`` on the ranks.  Same as ``%ddp_run``.
 
     Example: ``ddpnb.run_script("train.py", ["--epochs", "3"])``.  The script runs in a new
-    ``__main__``.  If the script forms a process group, it gets the cluster's process group.
+    ``__main__``.  If the script forms a process group, ddpnb provides the cluster's process group.
 
     Args:
-        script: path from the notebook's folder; a module's name if ``module`` is true.
+        script: path of the script, or the name of a module if ``module`` is true.
         arguments: the script's ``sys.argv[1:]``, such as ``["--epochs", "3"]``.
-        module: True if ``script`` names a module, as with ``torchrun -m``.
-        keep: True if later cells can use the script's variables.
+        module: if true, ``script`` is the name of a module, as with ``torchrun -m``.
+        keep: if true, later cells can use the script's variables.
         **choices: as listed.
 
     Returns:
-        The running script if ``wait`` is false.  The trace if ``trace`` is true.  Otherwise None.
+        The running script if ``wait`` is false, the trace if ``trace`` is true, otherwise None.
 
     Raises:
         RankError: the script failed on a rank, or ended with an exit code other than 0.
@@ -181,16 +181,16 @@ def run_script(
 
 @twin()
 def push(ranks: str | None = None, **variables: object) -> None:
-    """Copy variables to the ranks: ``ddpnb.push(a=1, b=2)``; the twin of ``%ddp_push``."""
+    """Copy variables to the ranks: ``ddpnb.push(a=1, b=2)``.  Same as ``%ddp_push``."""
     push_to(this_session().free_cluster(), variables, ranks)
 
 
 @twin()
 def pull(expression: str, *, ranks: str | None = None) -> Any:
-    """Copy a value from the ranks: ``ddpnb.pull("loss")``; the twin of ``%ddp_pull``.
+    """Copy a value from the ranks: ``ddpnb.pull("loss")``.  Same as ``%ddp_pull``.
 
     Returns:
-        A dict from each rank to the expression's value.  If ``ranks`` names one rank, the value.
+        A dict with the value on each rank, or only the value if ``ranks`` names one rank.
     """
     cluster = this_session().free_cluster()
     chosen = parse_ranks(ranks, len(cluster.ranks))
@@ -209,22 +209,22 @@ def pull(expression: str, *, ranks: str | None = None) -> Any:
 def compare(
     *strategies: str, source: Path | str = "", **choices: Any
 ) -> ComparisonResult | RunningComparison:
-    """Train strategies on the same task and compare them live; the twin of ``%%ddp_compare``.
+    """Train strategies on the same task and compare them live.  Same as ``%%ddp_compare``.
 
-    Example: ``ddpnb.compare("ddp", "async", task="digits")``.  Functions and classes of the
-    notebook are sent to the ranks with the names that they use: ``model=Net, data=load``.
+    Example: ``ddpnb.compare("ddp", "async", task="digits")``.  ddpnb sends functions and classes
+    of the notebook to the ranks, with all names that they use: ``model=Net, data=load``.
 
     Args:
-        *strategies: names such as ``"ddp"`` or, with an option, ``"ddp:hook=fp16"``; or names of
-            strategy classes in ``source``.
-        source: the text of a cell, or a file such as ``"cell.py"``.  It defines ``model()``,
+        *strategies: names of strategies, such as ``"ddp"``, or ``"ddp:hook=fp16"`` with an option.
+            ``source`` can define strategies as classes.
+        source: the text of a cell, or a file such as ``"cell.py"``.  The code defines ``model()``,
             ``data(split)`` and any of the other functions in docs/your-code.md.
         **choices: as listed.
 
     Returns:
         The result, with ``.table()``, ``.plot()``, ``.to_frame()``, ``.save(path)`` and the
-        trained ``.model("ddp")``.  If ``wait`` is false, the running comparison, with
-        ``.wait()``, ``.interrupt()`` and ``.result``.
+        trained ``.model("ddp")``.  If ``wait`` is false, the return value is the running
+        comparison, with ``.wait()``, ``.interrupt()`` and ``.result``.
 
     Raises:
         UserError: a choice is not possible.  No strategy has been trained.
@@ -240,7 +240,7 @@ def compare(
 
 @twin()
 def source(strategy: str) -> Code:
-    """Return the source of a built-in strategy; the twin of ``%ddp_source``.
+    """Return the source of a built-in strategy.  Same as ``%ddp_source``.
 
     To change the strategy, paste its class into a comparison's cell and rename the class.
 
@@ -248,7 +248,7 @@ def source(strategy: str) -> Code:
         strategy: a name without options, such as ``"ddp-by-hand"``.
 
     Returns:
-        The source, which a notebook highlights.  ``.data`` is the file's text.
+        An object that a notebook shows as highlighted code.  ``.data`` is the code as a string.
 
     Raises:
         UserError: the strategy does not exist.
@@ -260,34 +260,34 @@ def source(strategy: str) -> Code:
 
 @twin()
 def runs(text: str = "", *, last: int | None = None) -> Table:
-    """Return the table of stored runs, with ``.to_frame()``; the twin of ``%ddp_runs``.
+    """Return the table of stored runs, with ``.to_frame()``.  Same as ``%ddp_runs``.
 
     Args:
-        text: a text that the name, task or state of each listed run contains.
-        last: number of lines to list, newest first.
+        text: list only runs that have this text in the name, task or state.
+        last: maximum number of lines.  The newest runs come first.
     """
     return runs_table(matching(this_session().store.list(), text, last))
 
 
 @twin()
 def details(name: str) -> Details:
-    """Return everything needed to repeat a comparison; the twin of ``%ddp_runs --show``."""
+    """Return everything needed to repeat a comparison.  Same as ``%ddp_runs --show``."""
     return Details(this_session().store.load(name))
 
 
 @twin()
 def delete(name: str) -> tuple[str, ...]:
-    """Delete stored runs and return their names; the twin of ``%ddp_runs --delete``."""
+    """Delete stored runs and return their names.  Same as ``%ddp_runs --delete``."""
     return this_session().store.delete(name)
 
 
 @twin(options_of(PlotOptions))
 def plot(*names: str, **choices: Any) -> ComparisonResult:
-    """Draw stored runs in one figure: ``ddpnb.plot("race")``; the twin of ``%ddp_plot``.
+    """Draw stored runs in one figure: ``ddpnb.plot("race")``.  Same as ``%ddp_plot``.
 
     Args:
-        *names: names as ``ddpnb.runs()`` lists them.  ``"ddp"`` is the latest run of that
-            strategy.  Default: the latest comparison.
+        *names: names of runs or comparisons, as shown by ``ddpnb.runs()``.  ``"ddp"`` is the
+            latest run of this strategy.  Default: the latest comparison.
         **choices: as listed.
     """
     return this_session().load(names, PlotOptions(**read_options(PlotOptions, choices)))
@@ -298,23 +298,23 @@ def load(*names: str) -> ComparisonResult:
     """Return stored runs as one comparison: ``ddpnb.load("race").steps()`` is a DataFrame.
 
     Args:
-        *names: names as ``ddpnb.runs()`` lists them.  Default: the latest comparison.
+        *names: names that ``ddpnb.runs()`` shows.  Default: the latest comparison.
     """
     return this_session().load(names)
 
 
 @twin()
 def export(name: str, path: Path | str) -> str:
-    """Write stored runs to a file: ``export("race", "race.csv")``; the twin of ``%ddp_export``.
+    """Write stored runs to a file: ``export("race", "race.csv")``.  Same as ``%ddp_export``.
 
     Args:
-        name: a run or a comparison, as ``ddpnb.runs()`` lists them.
-        path: a file name with an ending that chooses the content.  ``.csv``: one row per step of
-            each worker; ``.runs.csv``: one row per run; ``.html``: the report; ``.png``: the
-            figure; ``.py``: the comparison as a script for torchrun.
+        name: name of a run or a comparison, as shown by ``ddpnb.runs()``.
+        path: name of the file.  A ``.csv`` has one row per step of each worker, a ``.runs.csv`` one
+            row per run.  Other files contain the report (``.html``), the figure (``.png``), or a
+            script for torchrun (``.py``).
 
     Returns:
-        A sentence about the file.  For a script, the commands that run the script follow.
+        A sentence about the file.  For a script, the text also has the commands to run it.
     """
     return this_session().load([name]).save(path)
 
@@ -324,13 +324,13 @@ def export(name: str, path: Path | str) -> str:
 
 @twin()
 def check(*names: str) -> ReplicaCheck:
-    """Compare the replicas of all ranks: ``ddpnb.check("model")``; the twin of ``%ddp_check``.
+    """Compare the replicas of all ranks: ``ddpnb.check("model")``.  Same as ``%ddp_check``.
 
     The check changes nothing on the ranks and calls no collective.
 
     Args:
-        *names: names of models, optimizers, tensors or dicts of tensors, or expressions that
-            return one.  Default: all models and optimizers among the ranks' variables.
+        *names: names or expressions of models, optimizers, tensors or dicts of tensors.
+            Default: all models and optimizers among the ranks' variables.
 
     Returns:
         The result, with ``.is_same``, ``.sentence()`` and ``.table()``.
@@ -343,7 +343,7 @@ def check(*names: str) -> ReplicaCheck:
 
 @twin(options_of(SamplerSpec))
 def samples(name: str = "", **choices: Any) -> Handout:
-    """Show which rank gets which samples: ``ddpnb.samples(n=30)``; the twin of ``%ddp_samples``.
+    """Show which rank gets which samples: ``ddpnb.samples(n=30)``.  Same as ``%ddp_samples``.
 
     Args:
         name: a sampler or a ``DataLoader`` on the ranks, which ddpnb reads without consuming it.
@@ -351,7 +351,7 @@ def samples(name: str = "", **choices: Any) -> Handout:
         **choices: as listed.
 
     Returns:
-        The result, with ``.plot()``, ``.table()``, ``.text()`` and ``.rows``, one for each epoch.
+        The result, with ``.plot()``, ``.table()``, ``.text()`` and one row per epoch in ``.rows``.
     """
     spec = SamplerSpec(expression=name, **read_options(SamplerSpec, choices))
     cluster = this_session().idle_cluster()
@@ -361,7 +361,7 @@ def samples(name: str = "", **choices: Any) -> Handout:
 
 @twin(options_of(CollectiveSpec))
 def show_collective(name: str, *, ranks: str | None = None, **choices: Any) -> CollectiveResult:
-    """Run one collective on the ranks and show its effect; the twin of ``%ddp_show``.
+    """Run one collective on the ranks and show its effect.  Same as ``%ddp_show``.
 
     Args:
         name: ``"all_reduce"``, ``"broadcast"``, ``"reduce"``, ``"scatter"``, ``"gather"``,
@@ -401,19 +401,19 @@ def last_trace() -> TraceResult:
 def inspect(
     model: str = "", *, source: str = "", run: str = "", **choices: Any
 ) -> DdpInspection | AsyncInspection:
-    """Measure the parts of a training step; the twin of ``%ddp_inspect``.
+    """Measure the parts of a training step.  Same as ``%ddp_inspect``.
 
-    Example: ``ddpnb.inspect("model", batch="x", loss="f(output, y)")``.  ddpnb measures copies:
+    Example: ``ddpnb.inspect("model", batch="x", loss="f(output, y)")``.  ddpnb measures copies, so
     models, gradients, optimizers and random numbers stay unchanged.
 
     Args:
         model: a model or a DDP module that a cell created on the ranks.  Default: a task's model.
         source: a cell that defines ``model()`` and ``data(split)``.
-        run: a stored run of async: show its versions instead of measuring a step.
+        run: name of a stored ``async`` run.  Show the run's versions instead of measuring a step.
         **choices: as listed.
 
     Returns:
-        The numbers, with ``.pictures()``, ``.text()`` and ``.save(path)``.
+        The measurements, with ``.pictures()``, ``.text()`` and ``.save(path)``.
 
     Raises:
         UserError: there is nothing to inspect, or the model does not fit the batch.
@@ -435,11 +435,11 @@ def inspect(
 def predict(
     ranks: str | Sequence[int] = "1,2,4,8", *, run: str = "", **choices: Any
 ) -> PredictionResult:
-    """Predict throughput on other numbers of ranks; the twin of ``%ddp_predict``.
+    """Predict throughput on other numbers of ranks.  Same as ``%ddp_predict``.
 
     Args:
         ranks: numbers of ranks, such as ``[1, 2, 64]`` or ``"1,2,64"``.
-        run: the comparison to calibrate on.  Default: the latest comparison that ddpnb can use.
+        run: name of the comparison for calibration.  Default: the latest suitable comparison.
         **choices: as listed.
 
     Returns:
@@ -454,7 +454,7 @@ def predict(
 
 @twin()
 def advise() -> Table:
-    """Recommend a strategy for the ranks' hosts and devices; the twin of ``%ddp_advise``.
+    """Recommend a strategy for the ranks' hosts and devices.  Same as ``%ddp_advise``.
 
     Returns:
         The table of strategies by hosts and connections, with this machine marked.

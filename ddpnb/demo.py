@@ -13,8 +13,8 @@ def main(folder: str = "demo") -> None:
 
     Args:
         folder: the folder for ``comparison.html``, ``.png`` and ``.runs.csv`` of eight emulated
-            V100.  The comparison over a slow network is saved in ``network/``, the comparison of
-            two ranks on this machine's cores in ``cores/``.
+            V100.  The comparison over a slow network is saved in ``network/``.  The comparison
+            of two ranks on this machine's cores is saved in ``cores/``.
     """
     start = time.monotonic()
     try:

@@ -1,4 +1,4 @@
-"""The decorator of the Python functions that do the same as magics (kernel)."""
+"""The decorator for Python functions that do the same as a magic (kernel)."""
 
 import functools
 import inspect
@@ -13,7 +13,7 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 CHOICES = "    **choices: as listed."
-"""The line of a docstring that the descriptions of the options replace."""
+"""The line of a docstring that is replaced by the descriptions of the options."""
 
 
 def twin(
@@ -42,7 +42,7 @@ def twin(
                 signature.bind(*args, **kwargs)
             except TypeError as error:
                 unknown = next((name for name in kwargs if name not in signature.parameters), "")
-                if unknown in options:  # the field's name, which a DataFrame's columns have
+                if unknown in options:  # the name of a field, and of a DataFrame's column
                     near = options[unknown].keyword
                 else:
                     near = closest(unknown, list(signature.parameters))
@@ -61,8 +61,8 @@ def twin(
 
 
 def _help_in_python(option: Option) -> str:
-    """Return an option's help, with an example value in front if the option takes a value."""
+    """Return an option's help, with an example value at the end if the option takes a value."""
     if option.default is True:
-        return f"False: {option.meaning}"
+        return f"if False, {option.meaning}"
     is_value = any(map(str.isdigit, option.example))  # otherwise a placeholder in capitals
-    return f'"{option.example}": {option.meaning}' if is_value else option.meaning
+    return f'{option.meaning}; example: "{option.example}"' if is_value else option.meaning

@@ -1,4 +1,4 @@
-"""A call on several ranks, while it is in progress, and its timeouts (kernel).
+"""A call that runs on several ranks, and the timeouts of calls (kernel).
 
 All results and output of a call arrive in one queue, in order.
 """
@@ -15,14 +15,14 @@ from ddpnb.protocol.notation import spoken_ranks
 
 START_TIMEOUT_SECONDS = 120.0
 CALL_TIMEOUT_SECONDS = 30.0
-"""Longest time for ddpnb's internal calls."""
+"""Maximum time for an internal call of ddpnb."""
 OUTPUT_TIMEOUT_SECONDS = 5.0
-"""Longest delay of a rank's last output after the rank's result."""
+"""Maximum time to wait for the rest of a rank's output after the rank's result has arrived."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """A message of a rank's output channel."""
+    """A message from a rank's output channel."""
 
     rank: int
     kind: str
@@ -66,7 +66,7 @@ class Call:
         self.running = set(self.ranks)
         """Ranks that have not returned."""
         self.speaking = set(self.ranks)
-        """Ranks with unfinished output.  Output may end after the result has arrived."""
+        """Ranks that may still send output.  A rank's output may end after its result."""
         self._output_deadline = math.inf
 
     @property
@@ -76,7 +76,7 @@ class Call:
         return not self.running and output_ended
 
     def events(self, timeout: float) -> Iterator[CallEvent]:
-        """Yield the events so far; wait up to ``timeout`` seconds for the first event."""
+        """Yield the arrived events; wait up to ``timeout`` seconds for the first event."""
         while not self.done:
             try:
                 event = self.inbox.get(timeout=timeout)
@@ -87,16 +87,16 @@ class Call:
                 yield event
 
     def results(self, timeout: float = CALL_TIMEOUT_SECONDS) -> list[Any]:
-        """Wait for an internal call, without supervision; return the results in order of ranks.
+        """Wait for this call without supervising it; return the results in the order of the ranks.
 
-        Raises TimeoutError, or RuntimeError if a rank died or the call failed on a rank.
+        Raises TimeoutError after ``timeout`` seconds.  Raises RuntimeError if a rank fails or dies.
         """
         deadline = time.monotonic() + timeout
         values: dict[int, Any] = {}
         while self.running:
             if (left := deadline - time.monotonic()) <= 0:
                 waiting = spoken_ranks(self.running)
-                raise TimeoutError(f"no answer within {timeout:.0f} s from {waiting}")
+                raise TimeoutError(f"{waiting} did not answer within {timeout:.0f} s")
             for event in self.events(left):
                 if isinstance(event, Lost):
                     raise RuntimeError(f"rank {event.rank}: {event.cause}")
@@ -109,7 +109,7 @@ class Call:
         self.inbox.put(Lost(rank=rank, cause=cause))
 
     def _takes(self, event: CallEvent) -> bool:
-        """Update ``running`` and ``speaking`` after an event; return False if it is obsolete."""
+        """Update ``running`` and ``speaking``; return False if the event's rank had ended."""
         if isinstance(event, OutputEnded | Lost):
             self.speaking.discard(event.rank)
         if isinstance(event, Returned | Lost):
@@ -122,31 +122,31 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """The times after which a running call is polled, reported, released and killed."""
+    """The times after which ddpnb asks, interrupts, releases and kills the ranks of a call."""
 
     tick_seconds: float = 0.05
-    """The longest wait for a call's next event.  The display is drawn between waits."""
+    """Maximum time to wait for a call's next event.  ddpnb redraws the display after each wait."""
     abort_after_failure_seconds: float = 0.3
-    """Time after a failure and after the latest end of a rank until the other ranks are released.
+    """Time between the latest failure or end of a rank and the release of the other ranks.
 
-    The other ranks may be about to fail too.
+    ddpnb waits because the other ranks may be about to fail too.
     """
     abort_validation_after_seconds: float = 5.0
-    """Like ``abort_after_failure_seconds``, for calls of ``ask``, where a release costs more."""
+    """Replaces ``abort_after_failure_seconds`` in calls by ``ask``.  A release costs more there."""
     report_failure_after_seconds: float = 0.8
-    """Time after which a failure is shown although other ranks still run."""
+    """Time after which ddpnb shows a failure even if other ranks are still running."""
     abort_after_interrupt_seconds: float = 0.3
-    """Time after an interrupt until a rank is released from its collective."""
+    """Time between an interrupt and the release of a rank from its collective."""
     interrupt_again_after_seconds: float = 1.2
-    """Time from a release to the next interrupt.  Code may have caught the first interrupt."""
+    """Time between a release and the next interrupt, because code may catch the first interrupt."""
     kill_after_seconds: float = 10.0
-    """Time after which an interrupted and released rank is killed."""
+    """Time after which ddpnb kills a rank that interrupts and releases have not stopped."""
     poll_seconds: float = 0.8
-    """Time between a rank's position reports.  Two reports per second slowed training by 1 %."""
+    """Time between two position reports of a rank.  Two reports per second slow training by 1 %."""
     hang_after_seconds: float = 2.0
-    """Time that ranks must have waited for each other, idle, before the call counts as a hang."""
+    """Time for which idle ranks must wait for each other before the call counts as a hang."""
     longest_gap_seconds: float = 1.0
-    """The longest time between two reports that counts as waiting.  A laptop may have slept, and on
-    a busy machine a report may arrive late."""
+    """Maximum time between two reports that counts as waiting.  If more time passes, a laptop may
+    have slept, or a report may have arrived late on a busy machine."""
     silent_after_seconds: float = 10.0
-    """Time after which the user is told that a rank does not report its position."""
+    """Time after which ddpnb tells the user that a rank does not report its position."""

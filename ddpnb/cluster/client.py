@@ -24,23 +24,23 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 
 ASK_AGAIN_SECONDS = 2.0
-"""Time after which a new engine is asked again.  The controller drops messages that arrive before
-the controller is connected with the engine."""
+"""Time after which ddpnb asks again if a new engine has not answered.  The controller drops
+messages that arrive before the controller is connected with the engine."""
 CONNECT_SECONDS = 20.0
-"""Time after which the controller is asked again if it does not answer a new client."""
+"""Time after which ddpnb creates another client if the controller does not answer a new client."""
 LOOK_AGAIN_SECONDS = 3.0
-"""Time without a new engine after which the controller is asked for its engines.  The controller
+"""Time without a new engine after which a new client gets the list of engines.  The controller
 does not report an engine that registers while the client connects."""
 WAIT_SECONDS = 0.05
-"""Longest wait for an answer before ddpnb checks again that the answer can still arrive."""
+"""Maximum time to wait for an answer before ddpnb checks again that the ranks are alive."""
 
 
 class EngineClient:
     """Sends calls to the ranks.  The constructor waits until the controller listens.
 
-    A rank requests its number as its engine's id.  If a dead engine still has that id, the new
-    engine gets another id, so ddpnb asks each new engine for its rank.
-    ``while_waiting`` is called repeatedly, and raises an error to give up.
+    A rank requests its number as its engine's id.  If a dead engine still has this id, the new
+    engine gets another id.  For this reason, ddpnb asks each new engine for its rank.
+    ddpnb calls ``while_waiting`` repeatedly.  To give up, ``while_waiting`` raises an error.
     """
 
     def __init__(self, profile: Path, while_waiting: Callable[[], None]) -> None:
@@ -49,14 +49,14 @@ class EngineClient:
         self._client = connected_client(self._path, while_waiting)
         self._engine_of: dict[int, int] = {}
         self._known: set[int] = set()
-        """The engines whose rank is known."""
+        """The engines for which the client knows the rank."""
         self._calls: list[Call] = []
         self._lock = threading.Lock()
 
     def submit(self, request: Request[Any], ranks: Sequence[int]) -> Call:
         """Start a call on some ranks and return at once.
 
-        Raises UserError, and sends nothing, if the controller has lost one of the ranks.
+        If the controller has lost one of the ranks, raises UserError without sending the call.
         """
         call = Call(ranks)
         engine_of = {rank: self._engine_of.get(rank, rank) for rank in ranks}
@@ -71,21 +71,21 @@ class EngineClient:
         return call
 
     def lose(self, rank: int, cause: str) -> None:
-        """End the wait of all calls for a rank that has ended."""
+        """Tell all calls on a rank that the rank has ended, so that they stop waiting."""
         for call in self._calls:
             if rank in call.ranks:
                 call.lose(rank, cause)
 
     @property
     def new_engines(self) -> set[int]:
-        """The engines whose rank is not known yet."""
+        """The engines for which the client does not know the rank yet."""
         return set(self._client.ids) - self._known
 
     def wait_for(self, num: int, while_waiting: Callable[[], None]) -> list[RankState]:
-        """Wait until ``num`` started ranks answer; return their states in order of ranks.
+        """Wait until ``num`` started ranks answer; return their states in the order of the ranks.
 
-        ``while_waiting`` is called repeatedly, and raises an error to give up.  Raises TimeoutError
-        if a rank does not connect or does not answer.
+        ddpnb calls ``while_waiting`` repeatedly.  To give up, ``while_waiting`` raises an error.
+        Raises TimeoutError if a rank does not connect or does not answer.
         """
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         num_seen, seen_at = 0, time.monotonic()
@@ -127,7 +127,7 @@ class EngineClient:
         return sorted(states, key=lambda state: state.rank)
 
     def close(self, ranks: Iterable[int], cause: str) -> None:
-        """Disconnect.  Calls in progress on ``ranks`` end with ``cause``."""
+        """Disconnect from the controller.  Calls in progress on ``ranks`` end with ``cause``."""
         for rank in ranks:
             self.lose(rank, cause)
         self._client.close()
@@ -152,7 +152,7 @@ class EngineClient:
 
 
 def connected_client(path: Path, while_waiting: Callable[[], None]) -> ipp.Client:
-    """Return a client that the controller has answered; try again if there is no answer."""
+    """Connect a client to the controller; try again if the controller does not answer."""
     deadline = time.monotonic() + START_TIMEOUT_SECONDS
     while True:
         try:

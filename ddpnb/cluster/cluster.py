@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from ddpnb.cluster.client import EngineClient
 
 SIGNAL_SECONDS = 1.0
-"""Longest time that a call waits until earlier interrupts have been sent."""
+"""Maximum time that a new call waits until earlier interrupts have been sent."""
 FREE_SECONDS = 10.0
-"""Longest time for ranks to stop forming a group after another rank has died."""
+"""Maximum time for ranks to stop forming a group, for example after another rank has died."""
 FREE_AGAIN_SECONDS = 0.5
 
 
@@ -46,27 +46,27 @@ class Cluster:
         self.home = home
         """The working folder in which cells start, on every rank."""
         self.work_folder = home
-        """The notebook's current working folder.  The next call changes the ranks' folder to it."""
+        """The notebook's working folder.  The next call makes it the ranks' working folder too."""
         self.timeouts = Timeouts()
         """The timeouts of supervised calls.  Tests may replace them at any time."""
         self.states: tuple[RankState, ...] = ()
         self.exits: dict[Member, Exit] = {}
-        """Processes that ended unexpectedly."""
+        """For each process that ended unexpectedly, how the process ended."""
         self.is_over = False
         """True if this kernel has ended the cluster."""
         self.supervised: list[Call] = []
         """Calls in progress that a ``Watch`` supervises."""
         self.generation = 0
-        """The number of earlier process groups."""
+        """The number of the current process group.  The first group has number 0."""
         self._is_aborted = False
         """True if the process group is aborted, so collectives cannot be called."""
         self._is_checked = False
         """True if torch compares the ranks' collectives at each call."""
         self._aborts: dict[int, Future[Any]] = {}
-        """The last abort command sent to each rank; done when the rank has aborted."""
+        """For each rank, the future of its last abort command, done once the rank has aborted."""
         self._client: EngineClient | None = None
         self._interrupts: list[Future[Any]] = []
-        """Interrupts that may still be in transit to the ranks."""
+        """The futures of interrupts that may not have reached the ranks yet."""
 
     @classmethod
     def start(
@@ -75,10 +75,10 @@ class Cluster:
         progress: Callable[[str], None] = lambda _: None,
         start_processes: StartProcesses = LocalProcesses,
     ) -> "Cluster":
-        """Start the processes and return once every rank has finished an all-reduce.
+        """Start a cluster, and return it once every rank has finished an all-reduce.
 
-        ``progress`` is called with a few words on each phase.  ``start_processes`` starts the
-        processes on the spec's hosts.
+        ``progress`` is called with a few words about each phase.  ``start_processes`` starts the
+        processes on the hosts in ``spec``.
 
         Raises:
             UserError: the hosts cannot run this cluster.
@@ -107,7 +107,7 @@ class Cluster:
 
     @property
     def living(self) -> tuple[int, ...]:
-        """The ranks that run.  Empty if the fork server has ended."""
+        """The ranks that are alive.  If the fork server has ended, no rank is alive."""
         if Service.FORK_SERVER in self.exits:
             return ()
         return tuple(rank for rank in self.ranks if rank not in self.exits)
@@ -150,7 +150,7 @@ class Cluster:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """A sentence for each feature that is off because of a library's version."""
+        """One sentence for each feature that is disabled because of a library's version."""
         there = (each for state in self.states for each in state.missing)
         return tuple(dict.fromkeys((*missing_features(), *there)))
 
@@ -172,7 +172,7 @@ class Cluster:
         ranks: Sequence[int] | None = None,
         timeout: float = CALL_TIMEOUT_SECONDS,
     ) -> list[Result]:
-        """Make a call on ranks (default: all), and return the results in order of ranks."""
+        """Make a call on ``ranks`` (default: all ranks), and return the results in this order."""
         chosen = self.ranks if ranks is None else ranks
         return self.submit(request, chosen).results(timeout)
 
@@ -185,7 +185,7 @@ class Cluster:
                 raise UserError(f"Rank {rank} {exit_}. {remedy(self.dead)}")
 
     def interrupt(self, ranks: Collection[int]) -> None:
-        """Send SIGINT to ranks, which raises ``KeyboardInterrupt`` in a running cell."""
+        """Send SIGINT to ranks, to raise ``KeyboardInterrupt`` in a running cell."""
         self._interrupts += self.processes.signal(ranks, signal.SIGINT)
 
     def kill(self, ranks: Collection[int]) -> None:
@@ -203,16 +203,16 @@ class Cluster:
             self._aborts[rank] = self.processes.command(rank, RankCommand.ABORT, peers)
 
     def ensure_group(self, *, is_checked: bool = False) -> dict[StaleVariable, list[int]]:
-        """Form a new process group if the old group was aborted, or ``is_checked`` differs.
+        """Form a new process group if the old group was aborted or has another ``is_checked``.
 
         While a rank is dead, no group is formed, and the ranks continue without a group.  If
         ``is_checked``, torch compares the ranks' collectives at each call.
 
         Returns:
-            The variables that still refer to the old group, each with its ranks.
+            For each variable that still refers to the old group, the ranks that have the variable.
 
         Raises:
-            UserError: a rank runs a cell, or all ranks are alive and the group could not be formed.
+            UserError: a rank runs a cell, or no group could be formed although all ranks are alive.
         """
         is_fit = not self._is_aborted and self._is_checked == is_checked
         if is_fit or self.living != self.ranks:
@@ -226,7 +226,7 @@ class Cluster:
             self._free(call)
             if not isinstance(error, RuntimeError | TimeoutError):
                 raise
-            if self.living != self.ranks:  # as if a rank had been dead before
+            if self.living != self.ranks:  # a rank died: go on without a group, as above
                 return {}
             raise UserError(
                 f"The ranks could not form a process group: {error}. Run the cell again to retry, "
@@ -242,8 +242,8 @@ class Cluster:
     def bring_back(self, ranks: Sequence[int]) -> dict[StaleVariable, list[int]]:
         """Restart ranks in a new process group; the other ranks keep their variables.
 
-        Returns the result of ``ensure_group``.  Raises UserError, and ends no rank, if another rank
-        runs a cell.
+        Returns the result of ``ensure_group``.  If another rank runs a cell, this method raises
+        UserError and does not end any rank.
         """
         self.require_idle(set(self.ranks) - set(ranks))
         self.kill(ranks)
@@ -255,9 +255,9 @@ class Cluster:
         return self.ensure_group()
 
     def restart_alone(self, rank: int) -> None:
-        """Restart a dead rank without a group, and return at once; see ``has_restarted``.
+        """Restart a dead rank without a process group, and return at once.
 
-        The next ``ensure_group`` forms a group of all ranks.
+        ``has_restarted`` tells when the rank is ready.  ``ensure_group`` then forms a new group.
         """
         self._is_aborted = True
         self._aborts.pop(rank, None)
@@ -307,7 +307,7 @@ class Cluster:
         self.processes.link_of(rank).start_rank(rank, settings)
 
     def note_exit(self, exit_: Exit) -> None:
-        """Note that a process has ended.  Called by the listening thread."""
+        """Record that a process has ended.  The listening thread calls this method."""
         self.exits[exit_.member] = exit_
         if (client := self._client) is None:
             return
@@ -338,7 +338,7 @@ class Cluster:
         self.states = tuple(client.wait_for(num_ranks, self.raise_if_dead))
 
     def _begin_generation(self) -> None:
-        """Number a new process group, which is unusable until all ranks have joined it.
+        """Choose the number of a new process group.  The group is unusable until all ranks join.
 
         Wait for every abort first, because a late abort would end the new group's connections.
         """
@@ -356,6 +356,6 @@ class Cluster:
         """Release the ranks that wait while forming a group, and wait until they return."""
         deadline = time.monotonic() + FREE_SECONDS
         while call.running and time.monotonic() < deadline:
-            self.abort(self.living)  # repeated: the abort may arrive before the call
+            self.abort(self.living)  # repeated, because an abort may arrive before the call
             with contextlib.suppress(RuntimeError, TimeoutError):
                 call.results(FREE_AGAIN_SECONDS)

@@ -1,4 +1,4 @@
-"""Detection of ranks that wait for each other without end, from their reports (kernel)."""
+"""Detects from the ranks' reports that ranks wait for each other without end (kernel)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,23 +8,23 @@ from ddpnb.cluster.wording import say
 from ddpnb.protocol.processes import RankStatus
 
 NUM_AT_FULL_RATE = 32
-"""Up to this number, ranks are asked at every poll.  More ranks are asked less often."""
+"""Maximum number of ranks that are asked at every poll.  More ranks are asked less often."""
 IDLE_SHARE = 0.2
-"""CPU time per second below which a waiting rank counts as idle, because it moves no data."""
+"""A waiting rank is idle if it uses less CPU time per second.  An idle rank moves no data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hang:
-    """Ranks that wait for each other without end.  ``str()`` describes where and why."""
+    """Ranks that wait for each other without end.  ``str()`` says where they wait, and why."""
 
     waiting: tuple[RankStatus, ...]
     finished: Mapping[int, int] = field(default_factory=dict)
-    """Ranks that have finished the cell, with the number of collectives of each rank."""
+    """For each rank that has finished the cell, the number of collectives that it called."""
     idle: tuple[int, ...] = ()
     """Ranks that do not run the cell at all."""
 
     def __str__(self) -> str:
-        """Return a text: where the ranks wait, and why the other ranks do not join the call."""
+        """Describe where the ranks wait, and why the other ranks do not join the call."""
         places = [f"{say(ranks, 'waits')} {_place(first)}" for first, ranks in self._by_place()]
         reasons = list(dict.fromkeys(self._peers()))
         if any(status.peer is None for status in self.waiting):
@@ -53,7 +53,7 @@ class Hang:
                 yield f"rank {status.peer} {how} {part}"
 
     def _finished_how(self) -> str:
-        """Return a clause on the finished ranks, with the number of missing calls if known."""
+        """Return a phrase about finished ranks, with the number of missing calls if it is known."""
         if any(status.in_backward for status in self.waiting):
             return "finished the cell with fewer batches"
         made = self.finished.values()
@@ -65,17 +65,17 @@ class Hang:
 
 @dataclass(kw_only=True, slots=True)
 class HangDetector:
-    """Detects from rounds of reports that the ranks of a call wait without end."""
+    """Detects from rounds of reports that the ranks of a call wait for each other without end."""
 
     timeouts: Timeouts
     _first: tuple[RankStatus, ...] = ()
     """The reports of the first round in which all ranks were waiting."""
     _waited: float = 0.0
-    """Seconds since that round."""
+    """Seconds since the first round in which all ranks were waiting."""
     _reported_at: float = 0.0
 
     def check(self, statuses: Sequence[RankStatus], num_running: int, now: float) -> bool:
-        """Take a round of reports; return True if the ranks hang.  ``now`` is in seconds."""
+        """Add a round of reports, and return True if the ranks hang.  ``now`` is in seconds."""
         longest_gap = self.timeouts.longest_gap_seconds * rarity(num_running)
         self._waited += min(now - self._reported_at, longest_gap)
         self._reported_at = now
@@ -92,10 +92,10 @@ def rarity(num_ranks: int) -> float:
 
 
 def still_wait(before: Sequence[RankStatus], now: Sequence[RankStatus], seconds: float) -> bool:
-    """Return True if each rank waits in the same collective as ``seconds`` before.
+    """Return True if each rank has been waiting in the same collective for ``seconds``.
 
-    Each rank must have used hardly any CPU time since.  A rank that computes, loads data or sleeps
-    is in no collective, so the ranks that wait for that rank do not hang.  Ranks that wait for a
+    Each rank must have used hardly any CPU time during the wait.  If one rank computes, loads data
+    or sleeps outside a collective, the ranks that wait for it do not hang.  Ranks that wait for a
     slow network do not hang either.
     """
     fields = ("call", "file", "line", "num_collectives", "num_bytes_between_hosts")

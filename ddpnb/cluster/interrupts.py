@@ -1,4 +1,4 @@
-"""Interrupts of the kernel while it waits for ranks (kernel)."""
+"""Handles interrupts of the kernel while the kernel waits for ranks (kernel)."""
 
 import contextlib
 import signal
@@ -10,23 +10,23 @@ from types import FrameType
 from IPython.core.getipython import get_ipython
 
 OBEYED_SECONDS = 30.0
-"""If a noted interrupt has no effect for this time, the next interrupt is raised anywhere."""
+"""Time after a noted interrupt until ddpnb raises a further interrupt in a cell's code."""
 IMPATIENCE_SECONDS = 1.0
-"""Time after an interrupted call during which further interrupts are ignored."""
+"""Time after an interrupted call in which ddpnb ignores further interrupts of a cell's code."""
 
 
 class _SigintHandler:
-    """Notes an interrupt during a supervised call.  Otherwise, raises the interrupt.
+    """Notes an interrupt during a supervised call, and raises an interrupt at other times.
 
-    An interrupt that is raised at any point could cut a message in half.  A second interrupt could
-    hit IPython while it shows the error, or ipykernel while it replies.  The client would then
-    wait forever, so a second interrupt is raised only in a cell's code.
+    If every interrupt were raised at once, an interrupt could cut a message in half.  A second
+    interrupt could stop IPython while IPython shows the error, and the client would wait forever.
+    For this reason, ddpnb raises a second interrupt only in a cell's code.
     """
 
     is_supervising = False
     is_interrupted = False
     raises_from = 0.0
-    """Time by ``time.monotonic()`` from which interrupts are raised."""
+    """The value of ``time.monotonic()`` from which interrupts in a cell's code are raised."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.is_supervising and not self.is_interrupted:
@@ -49,9 +49,9 @@ _handler = _SigintHandler()
 
 @contextlib.contextmanager
 def noted_interrupts() -> Iterator[Callable[[], bool]]:
-    """Note interrupts instead of raising them; yield a function: has one been noted?
+    """Note interrupts instead of raising them.
 
-    ipykernel sets its own handler at each cell.
+    Yields a function that returns True if an interrupt has been noted.
     """
     is_main = threading.current_thread() is threading.main_thread()  # the only interrupted thread
     if not is_main or signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, _handler):
@@ -59,7 +59,7 @@ def noted_interrupts() -> Iterator[Callable[[], bool]]:
         return
     _handler.is_interrupted, _handler.raises_from = False, 0.0
     _handler.is_supervising = True
-    signal.signal(signal.SIGINT, _handler)
+    signal.signal(signal.SIGINT, _handler)  # at each call: ipykernel sets its own at each cell
     try:
         yield lambda: _handler.is_interrupted
     finally:

@@ -1,4 +1,4 @@
-"""The link to a fork server: sends requests, receives answers and exits of processes (kernel)."""
+"""The kernel's link to a fork server, for requests, answers and ends of processes (kernel)."""
 
 import contextlib
 import itertools
@@ -19,7 +19,7 @@ from ddpnb.protocol.processes import ForkServerEvent, KernelRequest, limit_waits
 CRASH = "Fatal Python error"
 """The first words of a stack written by faulthandler."""
 BEFORE_CRASH = 3
-"""The number of log lines shown before ``CRASH``, where native code often prints the reason."""
+"""Number of log lines to show before ``CRASH``.  Native code often prints the reason there."""
 LAST_LINES = 15
 
 
@@ -40,22 +40,22 @@ class Exit:
 
     member: Member
     code: int | None
-    """The exit code, the negative signal number after a signal, or None if not known."""
+    """The exit code, or minus the number of the signal that ended the process.  None if unknown."""
     cause: str = ""
-    """The cause, as a clause after the process's name, if its host was lost or it never started."""
+    """The cause if the host was lost or the start failed, as in ``"could not be started"``."""
     log: str = ""
     """The end of the process's log."""
 
     @property
     def last_words(self) -> str:
-        """The last lines of the log, or the first lines of a crash report."""
+        """The last lines of the log.  If the log has a crash report, the report's first lines."""
         lines = self.log.splitlines()
         crash = next((n for n, line in enumerate(lines) if line.startswith(CRASH)), None)
         first = -LAST_LINES if crash is None else max(0, crash - BEFORE_CRASH)
         return "\n".join(lines[first:][:LAST_LINES])
 
     def __str__(self) -> str:
-        """Return how it ended: ``"was killed by SIGKILL"``, ``"ended with exit code 1"``."""
+        """Say how it ended, as in ``"was killed by SIGKILL"`` or ``"ended with exit code 1"``."""
         if self.code is None:
             return self.cause or "has ended"
         if self.code >= 0:
@@ -91,7 +91,7 @@ class ForkServerLink:
         self._reader.start()
 
     def request(self, operation: KernelRequest, **fields: object) -> "Future[Any]":
-        """Send a request and return the future answer.
+        """Send a request, and return a future with the answer.
 
         The future raises RuntimeError if the request failed or the fork server has ended.
         """
@@ -105,14 +105,14 @@ class ForkServerLink:
             frame = {"op": operation, "id": request_id, **fields}
             try:
                 self._pipe.send_bytes(json.dumps(frame).encode())
-            except BlockingIOError:  # perhaps half a frame was sent: the pipe is unusable
+            except BlockingIOError:  # half a frame may have been sent, so the pipe is unusable
                 self.close()
             except OSError:
                 pass  # the fork server has ended; the thread will read that
         return answer
 
     def start_rank(self, rank: int, settings: object) -> None:
-        """Start a rank; if the system cannot start the process, note an exit with the cause."""
+        """Start a rank.  If the system cannot start the process, report an exit with the cause."""
 
         def note(answer: "Future[Any]") -> None:
             if error := answer.exception():
@@ -122,12 +122,12 @@ class ForkServerLink:
         started.add_done_callback(note)
 
     def begin_stop(self) -> None:
-        """Ask the fork server to end all its processes and itself; then ``is_over`` is set."""
+        """Ask the fork server to end all its processes and itself.  ``is_over`` tells the end."""
         self._is_stopping = True
         self.request(KernelRequest.STOP)
 
     def close(self) -> None:
-        """Close the connection, which ends the fork server; may be called twice."""
+        """Close the connection to end the fork server; may be called twice."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -1,4 +1,4 @@
-"""Monitors the ranks while a call runs: their positions, and ranks that do not answer (kernel)."""
+"""Monitors the ranks of a call: finds hangs, and reports ranks that do not answer (kernel)."""
 
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
@@ -15,7 +15,7 @@ from ddpnb.protocol.processes import RankCommand, RankStatus
 class Monitor:
     """Asks the ranks of a call for their positions, and finds out why the call does not end.
 
-    It asks in rounds.  A round ends when all running ranks have answered.
+    The monitor asks in rounds.  A round ends when all running ranks have answered.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -31,7 +31,7 @@ class Monitor:
     def hang(self, call: Call, finished: Mapping[int, int], now: float) -> Hang | None:
         """Return why a call hangs, or None if no hang has been detected.
 
-        ``finished``: ranks that have finished the call, with each rank's number of collectives.
+        ``finished`` has the number of collectives of each rank that has finished the call.
         """
         passed = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
@@ -53,7 +53,7 @@ class Monitor:
         return Hang(waiting=statuses, finished=finished, idle=idle)
 
     def notice(self, running: Collection[int]) -> str:
-        """Return a message about silent ranks, once per round; empty if no rank is silent."""
+        """Return a message about silent ranks once per round, and otherwise an empty string."""
         asked = {rank for rank, answer in self._answers.items() if not answer.done()}
         is_late = self._waited > self._cluster.timeouts.silent_after_seconds
         if self._has_named or not is_late or not (silent := asked & set(running)):
@@ -61,7 +61,7 @@ class Monitor:
         self._has_named = True
         return (
             f"{sentence(describe_silent(silent))} ddpnb cannot detect hangs until all ranks "
-            "answer. Interrupt the cell to end it."
+            "answer. Interrupt the cell to stop it."
         )
 
     def _begin_round(self, running: Collection[int]) -> None:

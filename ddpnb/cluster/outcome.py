@@ -1,4 +1,4 @@
-"""The results, failures and losses of a call so far (kernel)."""
+"""The results, failures and dead ranks of a call so far (kernel)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,10 +14,10 @@ class Outcome:
     """The values that the ranks of one call returned, and how the call ended."""
 
     survives: Callable[[int], bool] = lambda _: False
-    """Returns True if the other ranks can go on without a dead rank."""
+    """Function that returns True if the other ranks can continue without the given dead rank."""
     returned: dict[int, Any] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
-    """Causes of death by rank, for dead ranks that the other ranks need."""
+    """For each dead rank that the other ranks need, the cause of its death."""
     hang: Hang | None = None
     timed_out: bool = False
     failed_at: float | None = None
@@ -50,14 +50,14 @@ class Outcome:
         return {rank: r.num_collectives for rank, r in reports if isinstance(r, CellReport)}
 
     def is_waited_for(self, now: float, seconds: float) -> bool:
-        """Return True if a rank failed and no other rank has ended for ``seconds`` since.
+        """Return True if a rank failed, and no rank has ended in the last ``seconds``.
 
         The ranks that still run may wait for the failed rank.
         """
         return self.failed_at is not None and now - self.last_end_at > seconds
 
     def causes(self) -> str:
-        """Return a text about the failures so far, without failures caused by other ranks."""
+        """Describe the failures so far, except failures that another rank caused."""
         causes = [f"rank {rank} {cause}" for rank, cause in self.lost.items()]
         own = [each for each in self.failures if not each.is_consequence]
         return "; ".join([*causes, *(f"rank {f.rank} failed: {f.name}: {f.text}" for f in own)])

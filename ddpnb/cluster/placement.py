@@ -15,44 +15,44 @@ DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
 MAX_RANKS = 256
 MAX_THREADS = 1024
-"""Largest number of threads per rank, if DDPNB_MAX_THREADS sets no smaller limit."""
+"""Maximum number of threads per rank if DDPNB_MAX_THREADS does not set another limit."""
 MAX_DEFAULT_CPU_RANKS = 4
 MAX_RANKS_PER_CORE = 4
-"""The number of CPU ranks per core above which ddpnb warns about timings."""
+"""Maximum number of CPU ranks per core.  With more ranks, ddpnb warns about timings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """The user's choices for a cluster.  ``place_ranks`` decides for ``None`` and ``"auto"``."""
+    """The user's choices for a cluster.  ``place_ranks`` replaces ``None`` and ``"auto"``."""
 
     num_ranks: int | None = option(
         None,
-        "number of ranks; by default one per GPU, or up to 4 on CPUs",
+        "number of ranks; by default one rank per GPU, or up to 4 ranks on CPUs",
         flag="-n",
         least=1,
         most=MAX_RANKS,
     )
     devices: str = option(
         "",
-        "devices to emulate in all comparisons, with one rank per device",
+        "devices to emulate in all comparisons; ddpnb starts one rank per device",
         example="8xV100",
         offers=tuple(f"8x{card}" for card in CARDS),
     )
     as_: str = option(
-        "", "published model that emulated devices imitate", example="MODEL", offers=tuple(MODELS)
+        "", "published model with the step times to emulate", example="MODEL", offers=tuple(MODELS)
     )
-    device: str = option("auto", "hardware of the ranks", choices=DEVICES, example="NAME")
+    device: str = option("auto", "hardware that ranks use", choices=DEVICES, example="NAME")
     backend: str = option("auto", "torch.distributed backend", choices=BACKENDS, example="NAME")
     num_threads: int | None = option(
         None,
-        "CPU threads per rank; by default the cores divided by the ranks",
+        "number of CPU threads per rank; by default the cores are divided between the ranks",
         flag="--threads",
         least=1,
     )
 
     @property
     def is_on_cpu(self) -> bool:
-        """True if the ranks use no GPU even if this machine has GPUs."""
+        """True if the ranks run on CPUs even if this machine has GPUs."""
         return self.device == "cpu" or bool(self.devices)
 
     def __post_init__(self) -> None:
@@ -67,21 +67,21 @@ class ClusterSpec:
                 raise UserError("--devices emulates devices on CPUs. Remove --device cuda.")
             object.__setattr__(self, "num_ranks", num)
         elif self.as_:
-            raise UserError(f"--as {self.as_} describes emulated devices. Add --devices 8xV100.")
+            raise UserError(f"--as {self.as_} needs emulated devices. Add --devices 8xV100.")
         check_num_ranks(self.num_ranks or 1)
         if self.is_on_cpu and self.backend == "nccl":
             raise UserError("NCCL works on GPUs only. Use --backend gloo on CPUs.")
 
 
 def check_num_ranks(num: int) -> None:
-    """Raise UserError if ``num`` is more than ddpnb's limit or DDPNB_MAX_RANKS."""
+    """Raise UserError if ddpnb or DDPNB_MAX_RANKS does not allow ``num`` ranks."""
     if num > (most := limit("DDPNB_MAX_RANKS", MAX_RANKS)):
         why = "DDPNB_MAX_RANKS allows" if most < MAX_RANKS else "ddpnb supports"
-        raise UserError(f"{num} ranks are more than {why}. Start {most} or fewer ranks.")
+        raise UserError(f"{num} ranks are too many. {why} at most {most}. Start fewer ranks.")
 
 
 def limit(variable: str, default: int) -> int:
-    """Return the limit in an environment variable, which a hub's administrator may set."""
+    """Return the limit that an administrator has set in an environment variable, or a default."""
     option = Option(default=default, about="", least=1)
     return int(option.read(variable, os.environ.get(variable, default)))
 
@@ -91,15 +91,15 @@ class Host:
     """A host of ranks and its resources."""
 
     name: str = ""
-    """The host's name as the user wrote it; empty for the kernel's host."""
+    """The host's name as the user wrote it.  The name of the kernel's host is empty."""
     address: str = "127.0.0.1"
-    """The address by which other hosts' ranks reach the host."""
+    """The address at which ranks on other hosts reach this host."""
     interface: str = "lo"
-    """The network interface with this address."""
+    """The network interface that has the host's address."""
     num_cores: int
     num_gpus: int = 0
     size: int | None = None
-    """The number of ranks on the host; None chooses the number by the host's GPUs or cores."""
+    """The number of ranks on the host.  If None, ddpnb chooses it by the host's GPUs or cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,14 +107,14 @@ class Placement:
     """The device and host of each rank, and the settings of all ranks."""
 
     devices: tuple[str, ...]
-    """The device of each rank, as ``torch.device`` spells it."""
+    """The device of each rank, as a name for ``torch.device``, such as ``"cuda:0"``."""
     backend: str
     num_threads: int
     hosts: tuple[Host, ...]
     host_of: tuple[int, ...]
-    """The number of each rank's host.  The first ranks run on the first host."""
+    """For each rank, the index of its host in ``hosts``.  The first ranks run on the first host."""
     master_port: int
-    """The port at the first host's address where ranks of several hosts connect."""
+    """The port on the first host to which all ranks connect if there are several hosts."""
 
     @property
     def num_ranks(self) -> int:
@@ -129,8 +129,9 @@ class Placement:
 def place_ranks(
     spec: ClusterSpec, hosts: Sequence[Host], master_port: int | None = None
 ) -> Placement:
-    """Place the ranks host by host: by default one rank per GPU if all hosts have GPUs, else CPUs.
+    """Choose the host and the device of each rank.
 
+    By default, each GPU gets one rank.  If no host has a GPU, the ranks use CPUs.
     ``master_port`` is a port of the first host.  By default, a free port of this host is used.
     """
     without = [host for host in hosts if not host.num_gpus]
@@ -161,7 +162,7 @@ def place_ranks(
 
 
 def _choose_backend(spec: ClusterSpec, host: Host, num_ranks: int, num_gpus: int) -> str:
-    """Return NCCL for one rank per GPU, else gloo, because NCCL allows one rank per GPU."""
+    """Return NCCL if each rank has a GPU, else gloo.  NCCL allows only one rank per GPU."""
     if spec.backend == "nccl" and num_ranks > num_gpus:
         raise UserError(
             f"{_spoken(host)} has {num_gpus} GPUs for {num_ranks} ranks, but NCCL allows only one "
@@ -177,11 +178,11 @@ def _spoken(host: Host) -> str:
 
 
 def torchrun_environment(placement: Placement, rank: int) -> dict[str, str]:
-    """Return the variables that torchrun sets, so that code runs unchanged in scripts.
+    """Return the environment variables that torchrun sets, so that scripts run unchanged.
 
-    The variables tell libraries that the processes already exist.  Torchrun's agent with its store
-    does not exist here.  ``accelerate launch`` sets ``ACCELERATE_USE_CPU``.  Without that variable,
-    accelerate and transformers train a separate model in each process without a GPU.
+    The variables tell libraries that the processes already exist.  Unlike torchrun, ddpnb has no
+    agent with a store.  ``accelerate launch`` sets ``ACCELERATE_USE_CPU``.  If this variable were
+    missing, accelerate and transformers would train separate models in processes on CPUs.
     """
     size = str(placement.num_ranks)
     host = placement.host_of[rank]
@@ -222,8 +223,8 @@ def free_port() -> int:
 def controller_arguments(profile: Path, address: str, ports: Sequence[int]) -> list[str]:
     """Return ipyparallel's command line for the controller.
 
-    Engines connect to the controller's ``ports`` at an ``address`` of this host.  Without an
-    address, all sockets are files: see ``LocalController``.
+    Engines connect to the controller's ``ports`` at an ``address`` of this host.  If ``address`` is
+    empty, all sockets are files (see ``LocalController``).
     """
     place = str(profile / "socket")
     return [

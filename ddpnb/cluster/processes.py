@@ -1,6 +1,6 @@
-"""The processes of a cluster: their interface, and the processes of this host (kernel).
+"""The interface to a cluster's processes, and the processes of this host (kernel).
 
-The kernel starts one subprocess, the fork server; all other processes are its children.
+The kernel starts only the fork server.  The fork server starts all other processes.
 """
 
 import abc
@@ -34,13 +34,14 @@ RECORDED_CALLS = 64
 """The number of collectives that torch's flight recorder keeps, to show where a rank waits."""
 
 OnExit = Callable[[Exit], None]
-"""Called from another thread when a process has ended unexpectedly."""
+"""Function that another thread calls when a process has ended unexpectedly."""
 
 
 def torch_environment(num_threads: int, preload: str = "") -> dict[str, str]:
-    """Return the environment variables that torch reads at import, for ``num_threads`` per rank.
+    """Return the environment variables that must be set before torch is imported.
 
-    ``preload`` names additional modules to import, after the modules that the user names.
+    ``num_threads`` is the number of threads per rank.  ``preload`` names modules to import, in
+    addition to the modules that the user names.
     """
     return {
         "OMP_NUM_THREADS": str(num_threads),
@@ -50,7 +51,7 @@ def torch_environment(num_threads: int, preload: str = "") -> dict[str, str]:
 
 
 class ForkServer:
-    """The kernel's child process on this host, which starts the controller and the host's ranks."""
+    """The kernel's child process that starts the controller and the ranks of this host."""
 
     def __init__(
         self,
@@ -60,9 +61,9 @@ class ForkServer:
         address: str = "",
         ports: Sequence[int] = (),
     ) -> None:
-        """Start the fork server, which removes ``folder``, the cluster's run folder, at the end.
+        """Start the fork server.  The fork server removes the run folder ``folder`` when it ends.
 
-        Engines on other hosts reach the controller at an ``address`` of this host, at ``ports``.
+        Engines on other hosts reach the controller at the ``address`` and ``ports`` of this host.
         """
         pipe, theirs = Pipe()
         arguments = controller_arguments(folder / "profile", address, ports)
@@ -80,7 +81,7 @@ class ForkServer:
         self.link = ForkServerLink(pipe, on_exit=on_exit, on_end=self._note_end)
 
     def stop(self) -> None:
-        """End the fork server and its children, and wait for the end; may be called twice."""
+        """End the fork server and its children, and wait until they end; may be called twice."""
         self.link.begin_stop()
         try:
             self._server.wait(STOP_TIMEOUT_SECONDS)
@@ -94,7 +95,7 @@ class ForkServer:
         self._on_exit(Exit(member=Service.FORK_SERVER, code=self._server.wait()))
 
     def _kill_group(self) -> None:
-        """Kill the fork server and its children.  The system reuses its pid only after ``wait``."""
+        """Kill the fork server and its children.  Its pid stays reserved until ``wait``."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -105,19 +106,19 @@ class Processes(abc.ABC):
     server: ForkServer
     """The kernel's child process, which starts this host's processes."""
     prepared: Future[int]
-    """Resolves to the number of this host's GPUs when ranks can be started on this host."""
+    """Future with the number of this host's GPUs.  It is done once ranks can start on this host."""
     placement: Placement
 
     @property
     def links(self) -> Sequence[ForkServerLink]:
-        """The link to each host's fork server, in the order of the placement; here one link."""
+        """The links to the fork servers, in the order of the hosts in the placement."""
         return (self.server.link,)
 
     @abc.abstractmethod
     def place(self, progress: Callable[[str], None]) -> Placement:
-        """Wait until the hosts have reported their resources, and place the ranks.
+        """Wait until the hosts have reported their resources, then place the ranks.
 
-        ``progress`` is called with a few words on each phase.  Raises UserError if the hosts
+        ``progress`` is called with a few words about each phase.  Raises UserError if the hosts
         cannot run the cluster.
         """
 
@@ -129,7 +130,7 @@ class Processes(abc.ABC):
         self.server.stop()
 
     def command(self, rank: int, command: RankCommand, *arguments: object) -> "Future[Any]":
-        """Send a command to a rank's control thread, and return the future answer.
+        """Send a command to a rank's control thread, and return a future with the answer.
 
         If the rank is dead, the future never completes.  The future raises RuntimeError if the rank
         could not carry out the command, or if the whole cluster has ended.
@@ -138,17 +139,17 @@ class Processes(abc.ABC):
         return self.link_of(rank).request(KernelRequest.FORWARD, **fields)
 
     def signal(self, ranks: Collection[int], number: int) -> "list[Future[Any]]":
-        """Send a signal to the living ranks; return futures that complete when it was sent."""
+        """Send a signal to the living ranks, and return futures that are done once it is sent."""
         fields = {"ranks": [*ranks], "number": number}
         return [link.request(KernelRequest.SIGNAL, **fields) for link in self.links]
 
     def link_of(self, rank: int) -> ForkServerLink:
-        """Return the link to the fork server of a rank's host."""
+        """Return the link to the fork server that starts a rank."""
         return self.links[self.placement.host_of[rank]]
 
 
 StartProcesses = Callable[[ClusterSpec, Path, OnExit], Processes]
-"""Starts a spec's processes, in a run folder.  ``place`` waits until the hosts are ready."""
+"""Function that starts a cluster's processes without waiting until the hosts are ready."""
 
 
 class LocalProcesses(Processes):
@@ -163,7 +164,7 @@ class LocalProcesses(Processes):
         planned = None if may_use_gpus else self._place(num_gpus=0)
         self._planned = planned
         # The first DDP or optimizer imports torch's compiler, which takes 1 s of a core and 66 MB.
-        # If there are more ranks than cores, the fork server imports the compiler once for all.
+        # If there are more ranks than cores, the fork server does this once for all ranks.
         num_on_cpu = planned.devices.count("cpu") if planned else 0
         is_crowded = num_on_cpu > num_cores()
         num_threads = planned.num_threads if planned else spec.num_threads or num_cores()
@@ -172,7 +173,7 @@ class LocalProcesses(Processes):
         self.prepared = self.server.link.request(KernelRequest.PREPARE)
 
     def place(self, progress: Callable[[str], None]) -> Placement:
-        """Place the ranks, after the fork server has counted the GPUs if the ranks may use them."""
+        """Place the ranks.  If they may use GPUs, first wait until the GPUs have been counted."""
         progress("importing torch")
         self.placement = self._planned or self._place(self.prepared.result(START_TIMEOUT_SECONDS))
         return self.placement
@@ -182,7 +183,7 @@ class LocalProcesses(Processes):
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float, what: str) -> None:
-    """Poll until ``is_so()``; after the time, raise a TimeoutError that begins with ``what``."""
+    """Wait until ``is_so()`` is true; after ``seconds``, raise TimeoutError with ``what``."""
     deadline = time.monotonic() + seconds
     while not is_so():
         if time.monotonic() > deadline:
@@ -193,7 +194,7 @@ def wait_until(is_so: Callable[[], bool], seconds: float, what: str) -> None:
 def wait_for_file(path: Path, while_waiting: Callable[[], None]) -> None:
     """Wait until a file exists and is complete JSON; raise TimeoutError if it does not appear.
 
-    ``while_waiting`` is called repeatedly, and raises an error to give up.
+    ddpnb calls ``while_waiting`` repeatedly.  To give up, ``while_waiting`` raises an error.
     """
 
     def is_complete() -> bool:

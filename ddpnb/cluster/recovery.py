@@ -1,8 +1,8 @@
 """Recovers dead ranks while the other ranks continue to train (kernel).
 
 ddpnb restarts a dead rank without a process group, and the rank joins the run at the current
-step.  On several hosts, ddpnb restarts no rank before the run ends.  After the run, all ranks
-form a new group.
+step.  On several hosts, ddpnb does not restart dead ranks until the run has ended.  After the
+run, all ranks form a new group.
 """
 
 import contextlib
@@ -19,16 +19,16 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import EventBatch, Failure, Mark, MarkKind, RejoinInfo, RunSpec
 
 KERNEL = -1
-"""The rank number of marks that the kernel itself sends."""
+"""The rank number in marks that the kernel itself sends."""
 MAX_STARTS = 3
-"""How often ddpnb restarts a rank in one run, at most."""
+"""Maximum number of restarts of one rank during one run."""
 TIMEOUT_SECONDS = 60.0
-"""Longest time after the run for a restarted rank to join and to finish."""
+"""Maximum time after the run for a restarted rank to join the run and to finish it."""
 
 
 @dataclass(kw_only=True, slots=True)
 class RankRecovery:
-    """Restarts dead ranks during one run; passes on the events of all ranks, and marks."""
+    """Restarts dead ranks during one run, and calls ``handle`` for each event and mark."""
 
     cluster: Cluster
     spec: RunSpec
@@ -36,7 +36,7 @@ class RankRecovery:
     survives_deaths: bool
     """True if the run continues when a rank other than 0 dies."""
     before_joining: Callable[[int], None] = lambda _: None
-    """Prepares a new process for the run, before it joins."""
+    """Function that prepares a restarted rank before the rank joins the run."""
     restarted: Counter[int] = field(default_factory=Counter)
     """The number of restarts of each rank during the run."""
     _began_at: float = float("inf")
@@ -54,14 +54,14 @@ class RankRecovery:
         return self.survives_deaths and rank != 0
 
     def take(self, event: CallEvent) -> None:
-        """Take an event of the run's original call, and note dead ranks."""
+        """Handle an event of the run's original call, and note dead ranks."""
         self._note(event)
         self.handle(event)
         if isinstance(event, Lost) and self.survives(event.rank):
             self._dead.add(event.rank)
 
     def attend(self) -> None:
-        """Restart dead ranks, let restarted ranks join the run, and take their events."""
+        """Restart dead ranks, let restarted ranks join the run, and handle their events."""
         for rank in sorted(self._dead):
             if rank in self.cluster.exits:  # the call may be lost before the exit is reported
                 self._dead.discard(rank)
@@ -108,7 +108,7 @@ class RankRecovery:
             kind = MarkKind.KILLED if (exit_.code or 0) < 0 else MarkKind.DIED
             self._send(Mark(rank=rank, seconds=self._now(), kind=kind))
         self._training_again.discard(rank)
-        if self.cluster.spans_hosts:  # the rank could not join; its host may be gone
+        if self.cluster.spans_hosts:  # the rank could not join; its host may be lost
             return
         if self.restarted[rank] < MAX_STARTS:
             self.cluster.restart_alone(rank)
@@ -121,7 +121,7 @@ class RankRecovery:
             first_step=self._num_steps.get(rank, 0),
             began_at=min(self._began_at, time.time()),
         )
-        with contextlib.suppress(UserError):  # dead again: the next `attend` notes it
+        with contextlib.suppress(UserError):  # the rank died again; the next `attend` notes this
             self.before_joining(rank)
             self._calls[rank] = self.cluster.submit(calls.train(self.spec, rejoin_info), [rank])
 

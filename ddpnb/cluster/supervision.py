@@ -1,8 +1,8 @@
 """The loop that supervises a call until the call has ended (kernel).
 
-Ranks that wait for a failed rank are released.  An interrupt or a timeout reaches every
-rank, even inside a collective.  A rank that still does not stop is killed, and the
-user is notified.  ``outcome`` and ``hangs`` decide when each action is due.
+ddpnb releases ranks that wait for a failed rank.  An interrupt or a timeout stops every rank,
+even inside a collective.  If a rank still does not stop, ddpnb kills it and tells the user.
+``outcome`` and ``hangs`` decide when each action is due.
 """
 
 import signal
@@ -22,9 +22,9 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import spoken_ranks
 
 MAX_ABORTS = 5
-"""Number of attempts to release hanging ranks before they are killed, for busy machines."""
+"""Number of attempts to release hanging ranks before a kill.  A busy machine may need several."""
 END_TIMEOUT_SECONDS = 10.0
-"""Longest time for a call with killed ranks to end."""
+"""Maximum time to wait for the end of a call after ddpnb has killed ranks."""
 
 
 def _nothing(*_: object) -> None: ...
@@ -38,17 +38,17 @@ class Watch:
     call: Call
     handle: Callable[[CallEvent], None]
     tick: Callable[[], None] = _nothing
-    """Function called at least every ``tick_seconds``, to draw."""
+    """Function that draws the display.  It is called at least every ``tick_seconds``."""
     timeout: float | None = None
-    """Seconds after which the ranks are interrupted."""
+    """Seconds after which ddpnb interrupts the ranks.  If None, there is no limit."""
     abort_after_failure_seconds: float | None = None
-    """Replaces the cluster's timeout of the same name."""
+    """Replaces the cluster's timeout with this name, unless it is None."""
     notify: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
-    """Function that shows the user a sentence before the call ends."""
+    """Function that shows a sentence to the user while the call is still in progress."""
     outcome: Outcome = field(default_factory=Outcome)
     stop_requested: bool = False
     is_stopping: bool = False
-    """True while the ranks are interrupted, and killed if they do not stop."""
+    """True once ddpnb has begun to interrupt the ranks."""
     _monitor: Monitor = field(init=False)
     _num_aborts: int = 0
     _is_failure_shown: bool = False
@@ -108,7 +108,7 @@ class Watch:
         self.tick()
 
     def _attend_to_failure(self, now: float) -> None:
-        """Release ranks that may wait for a failed rank; show the failure if others still run."""
+        """Release ranks that may wait for a failed rank; show the failure if other ranks run on."""
         timeouts, running = self.cluster.timeouts, self.call.running
         seconds = self.abort_after_failure_seconds or timeouts.abort_after_failure_seconds
         if self.outcome.is_waited_for(now, seconds) and not self._num_aborts:
@@ -156,14 +156,14 @@ class Watch:
 
     def _kill(self) -> None:
         running = self.call.running
-        why = "because interrupting and releasing did not help. Killed ranks lose their variables"
+        why = "because they did not stop in any other way. Killed ranks lose their variables"
         self.notify(sentence(f"{say(running, 'was')} killed {why}"))
         self.cluster.kill(running)
 
     def _leave_broken_group(self) -> None:
-        """Let the next call form a new group if the ranks made different numbers of collectives.
+        """Make the next call form a new group if the ranks' numbers of collectives differ.
 
-        A stop or a failure may come before a collective on one rank and after it on another rank.
+        One rank may stop or fail before a collective, and another rank after the collective.
         """
         cluster, outcome = self.cluster, self.outcome
         if cluster.is_over:

@@ -1,4 +1,4 @@
-"""Phrases about ranks in messages: grammar and remedies (kernel)."""
+"""Builds phrases about ranks for messages (kernel)."""
 
 from collections.abc import Collection
 
@@ -20,7 +20,7 @@ def them(ranks: Collection[int]) -> str:
 
 
 def full_stop(text: str) -> str:
-    """Return a text that ends with a full stop, ``?`` or ``!``; add a full stop if needed."""
+    """Return a text with a full stop at the end, unless the text ends with ``?`` or ``!``."""
     return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
@@ -30,7 +30,7 @@ def sentence(text: str) -> str:
 
 
 def restart(ranks: Collection[int]) -> str:
-    """Return the magic that restarts ranks."""
+    """Return the ``%ddp_restart`` command that restarts ranks."""
     return f"%ddp_restart --ranks {format_ranks(ranks)}"
 
 

@@ -22,9 +22,9 @@ def flags(magic: object) -> list[str]:
 
 
 def arguments(magic: Callable[..., object], line: str, *, unquote: bool = False) -> Namespace:
-    """Parse a magic's line; a UserError names the wrong word and the problem.
+    """Parse a magic's line.  If a word is wrong, the UserError names the word and the problem.
 
-    ``unquote``: remove quotation marks, as a shell does.  By default, words keep the marks.
+    If ``unquote`` is true, quotation marks are removed, as in a shell.
     """
     parser: argparse.ArgumentParser = magic.parser  # type: ignore[attr-defined]
     parser.allow_abbrev = False  # --ranks is not --ranks-per-host
@@ -54,7 +54,7 @@ def arguments(magic: Callable[..., object], line: str, *, unquote: bool = False)
 
 
 def no_arguments(magic: str, line: str) -> None:
-    """Raise a UserError if there are arguments."""
+    """Raise a UserError if a magic without arguments gets arguments."""
     if line.strip():
         raise UserError(f"{magic} takes no arguments. Remove {line.strip()!r}.")
 
@@ -64,7 +64,7 @@ VALUES: dict[str, tuple[str, ...]] = {}
 
 
 class options(ArgDecorator):  # noqa: N801  lowercase, as IPython's decorators
-    """A decorator that adds options of a spec to a magic, grouped under headings."""
+    """A decorator that adds the options of a spec to a magic, grouped under headings."""
 
     def __init__(self, chosen: Mapping[str, Option]) -> None:
         self._options = chosen.values()

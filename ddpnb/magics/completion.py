@@ -1,4 +1,4 @@
-"""Tab and Shift+Tab, in lines of the magics and in cells that run on the ranks (kernel).
+"""Completes (Tab) and describes (Shift+Tab) names in magics and in cells for ranks (kernel).
 
 A rank completes and describes its variables.  If the rank is busy or does not answer at once,
 the notebook completes with its own variables, as in all other cells.
@@ -36,7 +36,7 @@ PULL = re.compile(
     r"[ \t]*(?:[^\W\d]\w*[ \t]*=[ \t]*)?%ddp_(?:pull|check|inspect|samples)[ \t]+"
     r"((?:.*[ \t])?(?!-)\S*)"
 )
-"""Matches a magic's line with names of the ranks' variables, up to a word that is no option."""
+"""Matches the line of a magic that names variables of the ranks, if the last word is no option."""
 
 PULL_OPTION = re.compile(r"--(?:ranks[ =]+(\d*)\S*|as[ =]+\S*)[ \t]+")
 
@@ -45,7 +45,7 @@ BLANK_LINES = re.compile(r"(?:[ \t]*\n)+")
 
 @final
 class Completion:
-    """Completes lines of the magics, and asks a rank in cells that run there."""
+    """Completes the lines of magics, and asks a rank for completions in cells that run on ranks."""
 
     def __init__(self, shell: InteractiveShell, magics: object) -> None:
         self._shell = shell
@@ -53,7 +53,7 @@ class Completion:
         self._kernel: Any = getattr(shell, "kernel", None)
 
     def install(self) -> None:
-        """Add ddpnb to IPython's completion and to the kernel's answers to Shift+Tab."""
+        """Add ddpnb's matcher to IPython, and let ``inspect`` answer Shift+Tab in the kernel."""
         self.remove()
 
         @context_matcher(priority=PRIORITY)  # type: ignore[untyped-decorator]
@@ -107,7 +107,7 @@ class Completion:
         return usual(self._kernel, code, cursor_pos, detail_level, omit_sections)
 
     def _asked(self, source: str, offset: int) -> "Place | None":
-        """Return the place as the cell's rank sees it; None if the cell runs on no rank."""
+        """Return the place in the code that a rank runs, or None if the code is not for ranks."""
         magic = CELL.match(source)
         pulled = PULL.fullmatch(source[:offset].rpartition("\n")[2])
         if pulled is not None and magic is None:
@@ -118,7 +118,7 @@ class Completion:
             return None
         named = magic[1] or magic[2]
         begin = magic.end() + len(source[magic.end() :].partition("\n")[0])
-        if blank := BLANK_LINES.match(source, begin):  # IPython completes nothing after them
+        if blank := BLANK_LINES.match(source, begin):  # IPython completes nothing after these
             begin = blank.end()
         if offset <= begin:  # in the line of the magic
             return None
@@ -131,7 +131,7 @@ class Place(NamedTuple):
     source: str
     offset: int
     rank: int | None
-    """The first rank that the cell names."""
+    """The first rank that the cell names.  None if the cell does not name a rank."""
 
 
 # -- lines of the magics -------------------------------------------------------------------
@@ -140,7 +140,7 @@ class Place(NamedTuple):
 def following(
     magics: object, words: list[str], namespace: dict[str, object], prefix: str
 ) -> Iterator[SimpleCompletion]:
-    """Yield the completions of a line, names before options; none for magics of other packages.
+    """Yield the completions in a line of ddpnb's magics: first names, then options.
 
     ``words`` are the complete words of the line, ``prefix`` is the beginning of the next word, and
     ``namespace`` has the notebook's variables.
@@ -161,7 +161,7 @@ def following(
 
 
 Offered = tuple[str, Iterable[str]]
-"""The kind of the completions, which a notebook shows beside them, and the completions."""
+"""A pair: the kind that a notebook shows beside each completion, and the completions."""
 
 
 def values(words: Sequence[str], prefix: str) -> Offered | None:
@@ -181,7 +181,7 @@ def values(words: Sequence[str], prefix: str) -> Offered | None:
 
 
 def choices(entries: Mapping[str, Entry], prefix: str) -> Iterable[str]:
-    """Return the names in a table.  After a name and a colon, return its options and values."""
+    """Return the names in a table.  After ``name:``, return the options and values of ``name``."""
     name, colon, options_text = prefix.partition(":")
     if not colon or name not in entries:
         return entries
@@ -195,7 +195,7 @@ def choices(entries: Mapping[str, Entry], prefix: str) -> Iterable[str]:
 
 
 def names(magic: str, namespace: Mapping[str, object], prefix: str) -> Offered:
-    """Return the names that a magic takes, such as strategies, runs or variables."""
+    """Return the names that can follow a magic, such as strategies, runs or variables."""
     match magic:
         case "ddp_compare":
             return "strategy", choices(STRATEGIES, prefix)

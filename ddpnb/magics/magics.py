@@ -36,8 +36,8 @@ from ddpnb.session.variables import push
 if TYPE_CHECKING:
     from ddpnb.magics.panel import Panel
 
-RANKS = "the ranks, such as 0,2-3; default: all ranks"
-RUNS = "a run or a comparison, as %%ddp_runs lists them"
+RANKS = "numbers of the ranks to use, such as 0,2-3; default: all ranks"
+RUNS = "name of a run or a comparison, as shown by %%ddp_runs"
 
 
 @magics_class
@@ -61,7 +61,7 @@ class DdpMagics(Magics):
         running, ddpnb uses that cluster unchanged.
 
         Emulated devices (docs/emulated-devices.md): ``--devices 8xV100 --as resnet50`` starts eight
-        ranks.  All comparisons then compute these devices' time, except with ``--devices real``.
+        ranks.  All comparisons then emulate these devices, except with ``--devices real``.
 
         Other hosts (docs/hosts.md): ``--hosts a:4,b:4`` starts four ranks on each of two hosts over
         ssh.  ``--engines slurm -n 16 --ranks-per-host 8`` starts 16 ranks in a Slurm job on two
@@ -86,7 +86,7 @@ class DdpMagics(Magics):
 
     @magic_arguments()
     @argument("-n", type=int, help="number of ranks; default: the same number as before")
-    @argument("--ranks", help="the ranks to replace; all other ranks keep their variables")
+    @argument("--ranks", help="ranks to replace; all other ranks keep their variables")
     @line_magic
     def ddp_restart(self, line: str) -> None:
         """End the ranks and start new ranks without variables: ``%ddp_restart``.
@@ -99,7 +99,7 @@ class DdpMagics(Magics):
 
     @line_magic
     def ddp_why(self, line: str) -> None:
-        """Show where every rank is now, by cell, line, collective and stack: ``%ddp_why``."""
+        """Show the current cell, line, collective and stack of every rank: ``%ddp_why``."""
         no_arguments("%ddp_why", line)
         print(api.why())
 
@@ -117,19 +117,20 @@ class DdpMagics(Magics):
     @options(options_of(CellOptions))
     @cell_magic
     def ddp(self, line: str, cell: str) -> Any:
-        """Run the cell on all ranks, or on some: ``%%ddp --ranks 0,2-3``.
+        """Run the cell on all ranks, or on some ranks: ``%%ddp --ranks 0,2-3``.
 
         The cell can use ``rank``, ``local_rank``, ``world_size`` and ``device``.  Each line of
-        output has a label with its rank.  Equal lines are shown once, with a label like [0-3].
+        output has a label with its rank.  If several ranks print the same line, ddpnb shows the
+        line once, with a label like [0-3].
         """
         source = with_magic_line(f"%%ddp {line}", cell)
         return api.run_cell(source, **vars(arguments(self.ddp, line)))
 
     @magic_arguments()
-    @argument("script", help="path from the notebook's folder; with -m a module's name")
+    @argument("script", help="path of the script; with -m, the name of a module")
     @argument("arguments", nargs=REMAINDER, help="arguments of the script")
-    @argument("-m", dest="module", action="store_true", help="run a module, as torchrun -m does")
-    @argument("-i", dest="keep", action="store_true", help="keep the script's variables")
+    @argument("-m", dest="module", action="store_true", help="run a module, like torchrun -m")
+    @argument("-i", dest="keep", action="store_true", help="keep its variables for later cells")
     @options(options_of(CellOptions))
     @line_magic
     def ddp_run(self, line: str) -> Any:
@@ -155,7 +156,7 @@ class DdpMagics(Magics):
         print(check_exercise(line.strip(), self.shell.user_ns))
 
     @magic_arguments()
-    @argument("rank", type=int, help="the rank to debug; all ranks keep their variables")
+    @argument("rank", type=int, help="rank to debug; all ranks keep their variables")
     @line_magic
     def ddp_debug(self, line: str) -> None:
         """Open IPython's debugger at a rank's last error in a cell: ``%ddp_debug 1``.
@@ -165,7 +166,7 @@ class DdpMagics(Magics):
         api.debug(arguments(self.ddp_debug, line).rank)
 
     @magic_arguments()
-    @argument("names", nargs="+", metavar="variable", help="a variable of the notebook")
+    @argument("names", nargs="+", metavar="variable", help="name of a variable of the notebook")
     @argument("--ranks", help=RANKS)
     @line_magic
     def ddp_push(self, line: str) -> None:
@@ -179,12 +180,13 @@ class DdpMagics(Magics):
     @magic_arguments()
     @argument("expression", nargs="+", help="a variable or an expression to evaluate on the ranks")
     @argument("--ranks", help=RANKS)
-    @argument("--as", dest="name", metavar="NAME", help="the notebook variable for the result")
+    @argument("--as", dest="name", metavar="NAME", help="notebook variable that gets the result")
     @line_magic
     def ddp_pull(self, line: str) -> Any:
         """Copy a value from the ranks: ``%ddp_pull loss --ranks 0 --as loss``.
 
-        The result is a dict from rank to value.  If ``--ranks`` names one rank, it is the value.
+        The result is a dict with a value for each rank.  If ``--ranks`` names only one rank, the
+        result is the value of this rank.
         """
         args = arguments(self.ddp_pull, line)
         value = api.pull(" ".join(args.expression), ranks=args.ranks)
@@ -204,7 +206,7 @@ class DdpMagics(Magics):
         """Train strategies on one task and compare them live: ``%ddp_compare ddp --task digits``.
 
         Without a cell, ``--task`` names a built-in task.  A ``%%ddp_compare`` cell defines your
-        task: ``model()`` and ``data(split)``, with split "train" or "test".  Optionally it defines
+        task: ``model()`` and ``data(split)``, with split "train" or "test".  It can also define
         ``loss(outputs, targets)``, ``training_step(model, batch)``, ``metric(outputs, targets)``
         and ``optimizer(params)``: docs/your-code.md.  A strategy can have options, such as
         ``ddp:hook=fp16``, and can be a class in the cell, such as ``Averaging:every=2``.
@@ -213,7 +215,7 @@ class DdpMagics(Magics):
 
     @line_magic
     def ddp_panel(self, line: str) -> None:
-        """Show controls for ``%ddp_compare``, which then trains in the background: ``%ddp_panel``.
+        """Show controls that start and stop comparisons in the background: ``%ddp_panel``.
 
         The panel also offers the task of the latest ``%%ddp_compare`` cell.
         """
@@ -232,7 +234,7 @@ class DdpMagics(Magics):
         """Draw stored runs in one figure: ``%ddp_plot mine ddp --log --target 0.3``.
 
         Without a name, the magic shows the comparison that is training, for example after you
-        reload the page.  If no comparison is training, it shows the latest.
+        reload the page.  If no comparison is training, the magic shows the latest comparison.
         """
         choices = vars(arguments(self.ddp_plot, line))
         names = choices.pop("names")
@@ -244,21 +246,21 @@ class DdpMagics(Magics):
 
     @magic_arguments()
     @argument("name", help=RUNS)
-    @argument("path", help="the file; the ending of the name chooses the content")
+    @argument("path", help="name of the file; its ending chooses the content")
     @line_magic
     def ddp_export(self, line: str) -> None:
         """Write stored runs to a file: ``%ddp_export race race.csv``.
 
-        ``.csv``: every step; ``.runs.csv``: a line per run; ``.html``: the report; ``.png``: the
-        figure; ``.py``: the comparison as a script for torchrun, which needs only torch.
+        A ``.csv`` has all steps, and a ``.runs.csv`` has one line per run.  Other files contain the
+        report (``.html``), the figure (``.png``), or a script for torchrun without ddpnb (``.py``).
         """
         args = arguments(self.ddp_export, line)
         print(api.export(args.name, args.path))
 
     @magic_arguments()
     @argument("text", nargs="*", help="list only runs with this text in name, task or state")
-    @argument("--last", metavar="N", type=int, help="number of lines to list, newest first")
-    @argument("--show", metavar="NAME", help="show everything needed to repeat a comparison")
+    @argument("--last", metavar="N", type=int, help="maximum number of lines; newest runs first")
+    @argument("--show", metavar="NAME", help="show everything needed to repeat this comparison")
     @argument("--delete", metavar="NAME", help="delete these runs and their weights")
     @line_magic
     def ddp_runs(self, line: str) -> None:
@@ -275,7 +277,7 @@ class DdpMagics(Magics):
             display(api.runs(" ".join(args.text), last=args.last))
 
     @magic_arguments()
-    @argument("strategy", metavar="NAME", help="a strategy, such as ddp-by-hand")
+    @argument("strategy", metavar="NAME", help="name of a strategy, such as ddp-by-hand")
     @line_magic
     def ddp_source(self, line: str) -> None:
         """Show the source of a strategy: ``%ddp_source ddp-by-hand``.
@@ -287,7 +289,7 @@ class DdpMagics(Magics):
     # -- looking inside --------------------------------------------------------------
 
     @magic_arguments()
-    @argument("names", nargs="*", metavar="name", help="a model, optimizer or tensor on the ranks")
+    @argument("names", nargs="*", metavar="name", help="name of a model, optimizer or tensor")
     @line_magic
     def ddp_check(self, line: str) -> ReplicaCheck:
         """Compare the replicas of all ranks: ``%ddp_check model optimizer``.
@@ -299,7 +301,7 @@ class DdpMagics(Magics):
         return api.check(*arguments(self.ddp_check, line).names)
 
     @magic_arguments()
-    @argument("name", nargs="?", default="", help="a sampler or a DataLoader on the ranks")
+    @argument("name", nargs="?", default="", help="name of a sampler or DataLoader on the ranks")
     @options(options_of(SamplerSpec))
     @line_magic
     def ddp_samples(self, line: str) -> Handout:
@@ -307,22 +309,22 @@ class DdpMagics(Magics):
 
         Without a name, torch's ``DistributedSampler`` on the ranks chooses the samples.
         ``%ddp_samples loader`` reads a sampler or a ``DataLoader`` of the ranks without consuming
-        it.  Then ``-n``, ``--drop-last`` and ``--shuffle`` follow from that loader.
+        it.  In this case, the sampler or loader defines ``-n``, ``--drop-last`` and ``--shuffle``.
         """
         return api.samples(**vars(arguments(self.ddp_samples, line)))
 
     @magic_arguments()
     @argument("name", metavar="collective", help=" | ".join((*SHOWN, TRACE)))
-    @argument("--ranks", help="the ranks that take part, e.g. 0,2-3; default: all ranks")
+    @argument("--ranks", help="ranks that take part, e.g. 0,2-3; default: all ranks")
     @options(options_of(CollectiveSpec))
-    @argument("--save", metavar="FILE", default="", help="trace as .json (Perfetto), .png, .svg")
+    @argument("--save", metavar="FILE", default="", help="file for a trace: .json, .png or .svg")
     @line_magic
     def ddp_show(self, line: str) -> Any:
         """Run a collective on the ranks and draw its effect: ``%ddp_show all_reduce``.
 
         The result shows each rank's tensor before and after, the time, the bytes sent, and the
         algorithm's formula.  ``%ddp_show trace`` draws the trace of the latest ``%%ddp --trace``
-        cell again, and ``%ddp_show trace --save FILE`` saves the trace.
+        cell again.  ``%ddp_show trace --save FILE`` saves the trace, for example for Perfetto.
         """
         choices = vars(arguments(self.ddp_show, line))
         path = choices.pop("save")
@@ -334,9 +336,9 @@ class DdpMagics(Magics):
         return api.show_collective(**choices)
 
     @magic_arguments()
-    @argument("model", nargs="?", default="", help="a model or a DDP module on the ranks")
+    @argument("model", nargs="?", default="", help="name of a model or DDP module on the ranks")
     @options(options_of(InspectSpec))
-    @argument("--run", metavar="NAME", default="", help="a stored run of async to show instead")
+    @argument("--run", metavar="NAME", default="", help="stored async run; shows its versions")
     @options(options_of(TrainingSpec, *INSPECTED))
     @line_cell_magic
     def ddp_inspect(self, line: str, cell: str = "") -> Any:
@@ -345,7 +347,8 @@ class DdpMagics(Magics):
         The result shows DDP's buckets, and each rank's forward pass, backward pass, all-reduces and
         update on one time line.  ddpnb measures a copy: the model, its gradients and random numbers
         stay unchanged.  Without a model, the step uses ``--task``, the cell's task or the task of
-        the last comparison.  ``--run race`` shows the versions in a stored run of async.
+        the last comparison.  ``--run race`` shows which versions of the parameters the workers of a
+        stored ``async`` run read and updated.
         """
         choices = vars(arguments(self.ddp_inspect, line, unquote=True))
         source = f"# %%ddp_inspect {line}\n{cell}" if cell.strip() else ""
@@ -355,13 +358,14 @@ class DdpMagics(Magics):
 
     @magic_arguments()
     @options(options_of(Question))
-    @argument("--run", metavar="NAME", default="", help="comparison to calibrate on; default: last")
+    @argument("--run", metavar="NAME", default="", help="stored comparison used for calibration")
     @line_magic
     def ddp_predict(self, line: str) -> Any:
         """Predict throughput on other numbers of ranks and other networks.
 
         Example: ``%ddp_predict --ranks 1,8,1024 --link 100GbE``.  ddpnb calibrates on a stored
-        comparison with ``single`` and ``no-comm``.  Every formula: docs/prediction-error.md.
+        comparison that has ``single`` and ``no-comm`` (by default the latest).  All formulas are in
+        docs/prediction-error.md.
         """
         return api.predict(**vars(arguments(self.ddp_predict, line)))
 

@@ -1,4 +1,4 @@
-"""``%ddp_panel``: controls for ``%ddp_compare``, which trains in the background (kernel).
+"""The controls of ``%ddp_panel``, which start and stop comparisons in the background (kernel).
 
 A kernel has one panel.  If two cells show the panel, both show the same controls.  Each control
 has a label and works with only the keyboard.
@@ -38,7 +38,7 @@ WRAPPED = {"flex_flow": "row wrap", "align_items": "center", "max_width": "99%"}
 
 @final
 class Panel:
-    """Controls for comparisons; ``parse`` takes a line of ``%ddp_compare`` and its cell."""
+    """Controls for comparisons.  ``parse`` reads a line of ``%ddp_compare`` and its cell."""
 
     def __init__(
         self, shell: InteractiveShell, parse: Callable[[str, str], ComparisonSpec]
@@ -50,14 +50,14 @@ class Panel:
         box = partial(_control, widgets.Checkbox, width="auto", indent=False)
         count = partial(_control, widgets.BoundedIntText, min=1)
         text = partial(_control, widgets.Text, continuous_update=False)
-        # the browser sends a text when the user leaves it, so that a click on Run comes later
+        # The browser sends a text when the user leaves the field, so before a click on Run.
         self.strategies = {
             name: box(name, entry.about, value=name in CHOSEN) for name, entry in STRATEGIES.items()
         }
         tasks = [(name, name) for name in TASKS]
-        self.task = _control(widgets.Dropdown, "task", "what to train", options=tasks)
-        self.ranks = count("ranks", "ranks to start if none are running", value=2, max=MAX_RANKS)
-        self.repeats = count("repeats", "trainings of each strategy", value=1, max=1000)
+        self.task = _control(widgets.Dropdown, "task", "task to train", options=tasks)
+        self.ranks = count("ranks", "number of ranks to start", value=2, max=MAX_RANKS)
+        self.repeats = count("repeats", "number of runs per strategy", value=1, max=1000)
         self.choices = {
             each.flag: text(
                 each.keyword.replace("_", " "),
@@ -69,7 +69,7 @@ class Panel:
         }
         self.magic = _control(widgets.Textarea, "as a magic", "copy this", width="60em", rows=3)
         self.run = widgets.Button(description="Run", tooltip="train the selected strategies")
-        self.stop = widgets.Button(description="Stop", tooltip="stop training, keep the results")
+        self.stop = widgets.Button(description="Stop", tooltip="stop and keep the results")
         self.status = widgets.HTML(layout={"margin": "0 0 0 1em"})
         settings = [self.task, self.ranks, self.repeats, *self.choices.values()]
         boxes = [widgets.HTML("<b>strategies</b>&emsp;"), *self.strategies.values()]
@@ -111,7 +111,7 @@ class Panel:
 
     def _refresh(self, _: Any = None) -> None:
         """Update the ranks and the cell; colour the button to press next."""
-        is_training = this_session().comparison is not None  # both buttons work: focus stays
+        is_training = this_session().comparison is not None  # no button is disabled: focus stays
         self.run.button_style = "" if is_training else "primary"
         self.stop.button_style = "danger" if is_training else ""
         num_ranks = this_session().num_ranks
@@ -150,7 +150,7 @@ class Panel:
             self._say_error(running.error)
         else:
             name = running.result.comparison.name
-            self._say(f"Finished, and stored as {name}. To draw it again: %ddp_plot {name}")
+            self._say(f"Finished and stored as {name}. Run %ddp_plot {name} to draw it again.")
         self._refresh()
 
     def _say_error(self, error: BaseException) -> None:

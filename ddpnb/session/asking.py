@@ -1,4 +1,4 @@
-"""Supervised calls on ranks that neither run a cell nor train (kernel)."""
+"""Supervised calls to ranks that do not run a cell or train a model (kernel)."""
 
 from collections.abc import Sequence
 
@@ -19,13 +19,13 @@ def ask(
     *,
     printed: PrintedLines | None = None,
 ) -> dict[int, Result]:
-    """Return each rank's answer.  If one rank fails, the others are released.
+    """Return each rank's answer.  If one rank fails, the other ranks are released.
 
-    By default all ranks are asked.  ``printed`` collects the ranks' output.  Without ``printed``,
-    the output is shown at the end.
+    By default, all ranks are asked.  ``printed`` collects the ranks' output.  If ``printed`` is
+    None, the output is shown at the end.
 
     Raises:
-        UserError: a rank found a user's mistake, or one of the ranks is running a cell.
+        UserError: a rank reported a mistake of the user, or one of the ranks is running a cell.
         RankError: a rank failed in any other way.
         HangError: the ranks waited for each other without end.
         KeyboardInterrupt: the call was interrupted, and the ranks have stopped.
@@ -64,5 +64,5 @@ def ask(
         return outcome.returned
     own = [each for each in failures if not (each.is_consequence or each.is_death)]
     if isinstance(error, HangError) and own:
-        raise RankError(failures)  # the others waited for the rank that failed
+        raise RankError(failures)  # the other ranks waited for the rank that failed
     raise error

@@ -11,7 +11,7 @@ from ddpnb.session.errors import CellInterrupt, render_error
 
 
 class Background(ABC):
-    """A cell or a comparison whose output appears under the notebook cell that started it."""
+    """A cell or a comparison that shows its output under the notebook cell that started it."""
 
     def __init__(self, what: str) -> None:
         self.done = False
@@ -30,13 +30,13 @@ class Background(ABC):
         """Supervise the work until it has ended; raise its error."""
 
     def interrupt(self) -> None:
-        """Request an early end; may be called twice, from any thread."""
+        """Ask the work to end early; may be called twice and from any thread."""
         self.stop_requested = True
 
     def begin(self, on_end: Callable[[Self], None] | None = None) -> Self:
         """Call ``run`` in a new thread and return at once.
 
-        The thread calls ``on_end`` at the end.  By default, an error is shown under the cell.
+        When the work ends, the thread calls ``on_end``.  By default, the thread prints an error.
         """
         context = contextvars.copy_context()  # holds the cell that the output belongs to
         run = self._run_in_thread, on_end
@@ -52,11 +52,11 @@ class Background(ABC):
     def wait(self, timeout: float | None = None) -> Any:
         """Wait until the work has ended; return a comparison's result, or raise the error.
 
-        After ``timeout`` seconds, raise TimeoutError.  The work then continues.
+        After ``timeout`` seconds, raise TimeoutError and let the work continue.
         """
         self.join(timeout)
         if not self.done:
-            raise TimeoutError(f"the {self.what} is still running after {timeout} s")
+            raise TimeoutError(f"The {self.what} did not end within {timeout} s and still runs.")
         if self.error is not None:
             raise self.error
         return self._value

@@ -41,30 +41,30 @@ from ddpnb.session.errors import (
 class CellOptions:
     """The options of ``%%ddp`` and ``%ddp_run``."""
 
-    ranks: str | None = option(None, "ranks that run the cell; default: all", example="0,2-3")
+    ranks: str | None = option(None, "ranks that run the cell; default: all ranks", example="0,2-3")
     wait: bool = option(True, "return at once and show output as it arrives", flag="--no-wait")
-    name: str = option("", "name of the run that stores the values of ddpnb.log", example="NAME")
+    name: str = option("", "name of a stored run for the values of ddpnb.log", example="NAME")
     timeout: float | None = option(
         None, "interrupt the ranks after this many seconds", above=0, example="SECONDS"
     )
     check: bool = option(
-        False, "also compare the exact tensor shapes of collectives across ranks; slow"
+        False, "compare the tensor shapes of all ranks in each collective call; slow"
     )
     debug: int | None = option(
-        None, "rank that stops at breakpoint() and gets the notebook's prompt", example="RANK"
+        None, "rank to debug: it stops at breakpoint() and shows a prompt", example="RANK"
     )
     trace: bool = option(False, "record every collective and message, and draw a timeline")
 
     def __post_init__(self) -> None:
         check_options(self)
         if self.debug is not None and not self.wait:
-            raise UserError("--debug needs the notebook's prompt. Remove --no-wait.")
+            raise UserError("--debug needs a cell that the notebook waits for. Remove --no-wait.")
 
 
 class RunningCell(Background):
     """A cell that runs on ranks; its output appears under the notebook cell that started it.
 
-    ``recorder`` records the values of ``ddpnb.log``; it is None if the cell names no run.
+    ``recorder`` records the values of ``ddpnb.log``.  Without ``--name``, ``recorder`` is None.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class RunningCell(Background):
         self._output = CellOutput(ranks, self._appear)
         warn_stale(cluster.ensure_group(is_checked=options.check))
         self._dead = cluster.dead
-        """The ranks that were dead before the cell.  They still count in the process group."""
+        """The ranks that were dead before the cell.  Collectives still need these ranks."""
         self._watch = Watch(
             cluster=cluster,
             call=cluster.submit(calls.run_cell(spec), ranks),
@@ -231,7 +231,7 @@ def ask_user(question: str) -> str | None:
     except (KeyboardInterrupt, EOFError):
         return None
     except NotImplementedError:  # ipykernel's StdinNotImplementedError
-        print("This frontend has no prompt, so the rank gets no answer.", file=sys.stderr)
+        print("This frontend has no prompt, so you cannot answer the rank.", file=sys.stderr)
         return None
     finally:
         signal.signal(signal.SIGINT, handler)

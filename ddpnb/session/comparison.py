@@ -89,7 +89,7 @@ def _check_each(
     """Check every strategy on the ranks; return the result for each strategy that can be trained.
 
     If the user compares only custom strategies, the baseline and the ceiling may fail the check.
-    Custom strategies can train models that built-in strategies cannot, such as one with two losses.
+    A custom strategy can train, for example, a model with two losses.  Built-in strategies cannot.
     """
     is_own = all(parse_strategy(s).name not in STRATEGIES for s in spec.strategies)
     optional = {BASELINE, CEILING}.difference(spec.strategies) if is_own else set()
@@ -98,8 +98,8 @@ def _check_each(
     by_strategy = {run_spec.strategy: run_spec for run_spec in specs}
     for number, (name, each) in enumerate(by_strategy.items(), start=1):
         shown.announce(
-            f"Checking {name}, strategy {number} of {len(by_strategy)}: the model, the data "
-            f"and a step on {counted(len(cluster.ranks), 'rank')} ..."
+            f"Checking strategy {number} of {len(by_strategy)}, {name}: model, data and one step "
+            f"on {counted(len(cluster.ranks), 'rank')} ..."
         )
         warn_stale(cluster.ensure_group())  # the last check may have released slow ranks
         try:
@@ -129,7 +129,7 @@ def _check_sizes(found: Mapping[int, Checked]) -> None:
 
 
 def _check_target(spec: ComparisonSpec, checked: Collection[Checked]) -> None:
-    """Raise UserError if the comparison does not measure its target."""
+    """Raise UserError if the comparison does not measure the loss or accuracy of ``--target``."""
     target = spec.options.target
     if target is None or not target.is_accuracy:
         return
@@ -140,14 +140,14 @@ def _check_target(spec: ComparisonSpec, checked: Collection[Checked]) -> None:
         )
     if not all(each.has_accuracy for each in checked):
         raise UserError(
-            f"--target accuracy={target.value:g} needs a held-out accuracy. This task has none, "
-            "because its targets are not class numbers, or because it defines a loss or metrics. "
+            f"--target accuracy={target.value:g} needs a held-out accuracy. ddpnb does not measure "
+            "it if targets are not class numbers, or if the task defines a loss or metrics. "
             "Return 'accuracy' from metric, or set a training loss as the target."
         )
 
 
 def with_devices(cluster: Cluster, spec: TrainingSpec) -> TrainingSpec:
-    """Return a training with emulated devices: from its spec, the cluster's spec or ``--link``.
+    """Add emulated devices to a training if the cluster or ``--link`` asks for emulated devices.
 
     Raises UserError if these ranks cannot emulate the devices.
     """
@@ -160,7 +160,7 @@ def with_devices(cluster: Cluster, spec: TrainingSpec) -> TrainingSpec:
     if devices is None:
         described = {"--as": made.as_, "--compute": made.compute, "--device-link": made.device_link}
         for option in filter(described.get, described):
-            raise UserError(f"{option} describes emulated devices. Add --devices 8xV100.")
+            raise UserError(f"{option} needs emulated devices. Add --devices 8xV100.")
         return made
     if cluster.spans_hosts:
         raise UserError(
@@ -183,7 +183,7 @@ def with_devices(cluster: Cluster, spec: TrainingSpec) -> TrainingSpec:
 def with_compute(
     cluster: Cluster, specs: Sequence[RunSpec], printed: PrintedLines
 ) -> tuple[RunSpec, ...]:
-    """Return trainings with the speed of an emulated device, measured once for all of them."""
+    """Measure the speed of an emulated device once, and return all trainings with this speed."""
     devices = specs[0].emulated if specs else None
     if devices is None or devices.compute is not None:
         return tuple(specs)

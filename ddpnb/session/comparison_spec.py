@@ -30,18 +30,18 @@ class ComparisonSpec:
     """The strategies as the user writes them: ``"ddp"`` or ``"ddp:hook=fp16"``."""
     training: TrainingSpec
     num_repeats: int = option(
-        1, "number of runs of each strategy; strategies alternate", flag="--repeats", least=1
+        1, "number of runs of each strategy; strategies take turns", flag="--repeats", least=1
     )
-    name: str = option("", "name of the stored comparison; default: the task", example="NAME")
+    name: str = option("", "name of the stored comparison; default: the task name", example="NAME")
     baseline: bool = option(
         True,
-        "skip the two added runs: single (baseline) and no-comm (upper bound)",
+        "do not add the strategies single (baseline) and no-comm (upper bound)",
         flag="--no-baseline",
     )
     wait: bool = option(True, "return at once and train in the background", flag="--no-wait")
     options: PlotOptions = EVERYTHING
     functions: NotebookFunctions | None = None
-    """The notebook's functions behind ``training.source``; None if the source is a cell."""
+    """The notebook's functions that ``training.source`` loads.  None if the source is a cell."""
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -56,14 +56,14 @@ class ComparisonSpec:
         refuse_magics(self.training.source)
 
     def run_specs(self, models: Path | None = None) -> tuple[RunSpec, ...]:
-        """Return every training; ``models`` is the folder for trained weights.
+        """Return all trainings.  ``models`` is the folder for trained weights.
 
-        Strategies alternate, and each repeat begins with a different strategy, for fairness.
-        Each repeat has its own seed, which all strategies share.  Weights, sample order and
-        dropout differ between repeats, but the data do not.
+        Strategies take turns, and each repeat begins with a different strategy, for fairness.
+        Within a repeat, all strategies use the same seed.  Weights, sample order and dropout
+        differ between repeats, but the data are the same.
 
-        If several learning rates are tried, the first repeat trains at each rate.  Later repeats
-        get their rate when they begin.
+        If the user asks for several learning rates, the first repeat trains with each rate.  A
+        later repeat gets its rate when it begins.
         """
         added = [BASELINE] if self.baseline else []
         if self.baseline and not {BASELINE, CEILING}.issuperset(self.strategies):
@@ -106,7 +106,7 @@ def make_comparison(
 
     Args:
         strategies: strategies as the user writes them.
-        choices: texts or values, by the Python names of the options.
+        choices: the options by their names in Python, as strings or values.
         source: the cell that defines the task, or the cell that loads ``functions``.
         cell: the cell's number, the ``n`` of ``In [n]``.
         functions: the functions passed to ``ddpnb.compare``.
@@ -142,15 +142,15 @@ def refuse_magics(source: str) -> None:
         line = lines[number - 1].strip() if 0 < number <= len(lines) else ""
         if MAGIC.match(line):
             raise UserError(
-                f"Line {number} of the cell ({line}) is not Python. A comparison's cell may hold "
-                "only Python. Move this line to another cell, or to a %%ddp cell for the ranks."
+                f"Line {number} of the cell ({line}) is not Python. A comparison's cell can only "
+                "contain Python. Move this line to another cell, or to a %%ddp cell for the ranks."
             ) from None
     except ValueError:  # a null byte: the ranks will reject the cell
         return
 
 
 def long_enough(specs: Sequence[RunSpec], num_epochs: float) -> tuple[RunSpec, ...]:
-    """Return trainings of at least ``num_epochs`` epochs, for ``--min-seconds``; print changes."""
+    """Return trainings with at least ``num_epochs`` epochs; print a change (``--min-seconds``)."""
     asked = max((spec.num_epochs for spec in specs), default=0.0)
     if num_epochs <= asked:
         return tuple(specs)

@@ -1,4 +1,4 @@
-"""Show failures of ranks: the root cause first, identical failures once (kernel)."""
+"""Shows the failures of ranks: the root cause first, identical failures once (kernel)."""
 
 import re
 import sys
@@ -73,7 +73,7 @@ class HangError(OneLine, Exception):
 def error_of(cluster: Cluster, outcome: Outcome) -> HangError | RankError | UserError | None:
     """Return the error of a call that has ended, or None if the call succeeded."""
     if cluster.is_over and outcome.lost:
-        return UserError("The cluster was stopped while this ran.")
+        return UserError("The cluster was stopped before the ranks had finished.")
     if outcome.hang:
         return HangError(outcome.hang, outcome.lost)
     failures = failures_of(cluster, outcome)
@@ -97,7 +97,7 @@ def failures_of(cluster: Cluster, outcome: Outcome) -> list[Failure]:
 
 
 def _kept_but(lost: Collection[int]) -> str:
-    """Return the sentences on the variables of stopped ranks; the ``lost`` ranks have ended."""
+    """Say whether stopped ranks keep their variables; the ``lost`` ranks have ended."""
     if lost:
         return f"However, {say(lost, 'has')} ended. {remedy(lost)}"
     return "All variables are kept."
@@ -186,7 +186,7 @@ def _traceback_lines(failure: Failure) -> list[str]:
 
 
 def _consequence_lines(failures: Sequence[Failure]) -> list[str]:
-    """Return the lines on ranks that failed only because another rank had failed."""
+    """Return the lines about ranks that failed only because another rank had failed."""
     waited = [failure.rank for failure in failures if failure.was_waiting]
     others = [failure.rank for failure in failures if not failure.was_waiting]
     how = "released from a collective that needs the failed rank"
@@ -196,20 +196,20 @@ def _consequence_lines(failures: Sequence[Failure]) -> list[str]:
 
 
 def _identical_to(failure: Failure, failures: Sequence[Failure]) -> list[Failure]:
-    """Return all failures that are shown together with this failure, including the failure."""
+    """Return ``failure`` and all failures that are shown together with it."""
     wanted = _identity(failure)
     return [other for other in failures if _identity(other) == wanted]
 
 
 def _identity(failure: Failure) -> tuple[str, str, str]:
-    """Return a key.  Failures with equal keys are shown once: equal texts, mismatches, deaths."""
+    """Return a failure's key.  ddpnb shows only one of several failures with equal keys."""
     if failure.breaks_group or failure.is_death:
         return failure.name, "", ""
     return failure.name, failure.text, ANSI.sub("", "\n".join(failure.traceback))
 
 
 def warn_stale(stale: Mapping[StaleVariable, Sequence[int]]) -> None:
-    """Print the names of variables on the ranks that belong to an aborted process group."""
+    """Warn about each variable on the ranks that belongs to an aborted process group."""
     for variable, ranks in stale.items():
         print(
             f"`{variable.name}` on {spoken_ranks(ranks)} belongs to an aborted process group. "

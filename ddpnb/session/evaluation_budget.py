@@ -1,10 +1,10 @@
-"""The number of samples on which a comparison evaluates its models (kernel).
+"""Chooses the number of samples on which a comparison evaluates its models (kernel).
 
-The check measures the seconds per sample of evaluation and of training.  Before the first run,
+The check measures how long evaluation and training take per sample.  Before the first run,
 ddpnb chooses one number of samples for all runs, so all models are evaluated on the same samples.
-The number is one of a few round numbers, so it hardly depends on how busy the machine is.
-Short trainings of small models are evaluated on all samples.  On emulated devices, the number is
-always the same.
+ddpnb chooses from a few round numbers, so a busy machine hardly changes the choice.
+Short trainings of small models are evaluated on all samples.  On emulated devices, the number of
+samples is always the same.
 """
 
 import math
@@ -15,21 +15,21 @@ from statistics import median
 from ddpnb.protocol.messages import Checked, RunSpec
 
 SHARE = 0.25
-"""Longest evaluation time, as a share of the training time."""
+"""Maximum evaluation time, as a share of the training time."""
 FREE_SECONDS = 2.0
 """Evaluation time that is always allowed, even if the training is short."""
 DEFAULT_SIZES = 10_000, 2_000
-"""Default numbers of samples: for the trained model, and for each earlier point of its curve."""
+"""Default number of samples for evaluations at the end of training, and during training."""
 SIZES = (2_000, 1_000, 500, 200, 100)
-"""Numbers of samples to try, for both evaluations, if the default takes too long."""
+"""Numbers of samples to try for all evaluations if the default takes too long."""
 
 
 def budgeted(
     specs: Sequence[RunSpec], checked: Collection[Checked], num_ranks: int
 ) -> tuple[RunSpec, ...]:
-    """Return trainings whose evaluations take at most a quarter of the training time.
+    """Return trainings with evaluations that take at most a quarter of the training time.
 
-    ddpnb first reduces the samples, then the points, unless the user chose the points.
+    ddpnb first reduces the samples, then the evaluations, unless the user chose ``--eval-every``.
     """
     if not specs or not checked or specs[0].eval_samples is not None:
         return tuple(specs)
@@ -53,8 +53,8 @@ def budgeted(
         num_points = min(num_points, max(0, int(num_affordable / size) - 2))
     num = min(size, one.num_held_out)
     note = (
-        f"Evaluated {num_points + 1} times on {num:,} of {one.num_held_out:,} held-out samples, to "
-        "take about a quarter of the training time. --eval-samples changes the number of samples."
+        f"Models were evaluated {num_points + 1} times on {num:,} of {one.num_held_out:,} held-out "
+        "samples, in about a quarter of the training time. To change this, add --eval-samples."
     )
     return tuple(
         replace(each, eval_samples=size, num_points=num_points + 1, notes=(*each.notes, note))

@@ -1,4 +1,4 @@
-"""Inspections: ask the ranks, and return results for the notebook (kernel)."""
+"""Inspections: asks the ranks about models and steps, and returns the results (kernel)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -24,7 +24,7 @@ from ddpnb.session.errors import warn_stale
 def check_replicas(cluster: Cluster, names: Sequence[str]) -> ReplicaCheck:
     """Compare the ranks' replicas by digests, then compare values at the first difference."""
     if len(cluster.ranks) < 2:
-        raise UserError("One rank has no other rank to compare with. Run %ddp_restart -n 2 first.")
+        raise UserError("A check needs at least two ranks. Run %ddp_restart -n 2 first.")
     replicas = list(ask(cluster, calls.digests(tuple(names))).values())
     if not any(each.held for each in replicas):
         raise UserError(
@@ -54,10 +54,10 @@ INSPECTED = ("task", "batch_size", "devices", "as_", "link")
 def training_to_inspect(
     model: str, given: Mapping[str, Any], last: TrainingSpec | None
 ) -> TrainingSpec:
-    """Return the training to inspect.  For a model on the ranks, only its devices are used.
+    """Return the training to inspect.  For a model on the ranks, only the devices are used.
 
-    ``given`` holds fields of the training: ``INSPECTED``, or those of a cell.  Without a task,
-    return ``last``, the training of the latest comparison.
+    ``given`` has the fields of the training that the user chose.  If the user chose neither a model
+    nor a task, return ``last``, the training of the latest comparison.
     """
     if model and not {"task", "source", "batch_size"}.isdisjoint(given):
         raise UserError(f"Inspect either {model} or a task (with --batch-size), not both.")
@@ -74,9 +74,9 @@ def training_to_inspect(
 
 
 def inspect_step(cluster: Cluster, spec: InspectSpec, training: TrainingSpec) -> DdpInspection:
-    """Run steps of DDP on all ranks, which must be idle, and return the ranks' reports.
+    """Run DDP steps on all ranks, and return the ranks' reports.  All ranks must be idle.
 
-    ``spec`` has no task and no devices yet.  They are taken from ``training``.
+    ``spec`` has no task and no devices yet.  ``training`` has the task and the devices.
 
     Raises:
         UserError: the model is missing or different on some ranks, or does not fit the batch.

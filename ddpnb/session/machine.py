@@ -7,25 +7,25 @@ import time
 import psutil
 
 LEAST_SHARE = 0.2
-"""Share of the cores that other programs may use before the result warns about them."""
+"""If other programs use at least this share of the cores, the result warns about them."""
 
 
 class OtherPrograms:
-    """The CPU time of other programs, without this kernel and its processes, from now on."""
+    """Measures the CPU time of other programs from now on, without this kernel's processes."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._before = _busy_seconds() - _own_seconds()
 
     def share(self) -> float:
-        """Return the share of all cores that other programs have used: 0 to 1."""
+        """Return the share of all cores that other programs have used, between 0 and 1."""
         used = _busy_seconds() - _own_seconds() - self._before
         cores = (time.monotonic() - self._began) * (os.cpu_count() or 1)
         return min(max(used / cores, 0.0), 1.0) if cores > 0 else 0.0
 
 
 def disturbance(share: float, num_ranks: int) -> str:
-    """Return a warning about other programs' share of the cores; empty if it is small."""
+    """Return a warning if other programs used a large share of the cores, else an empty string."""
     if share < LEAST_SHARE:
         return ""
     return (

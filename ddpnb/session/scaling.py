@@ -1,4 +1,4 @@
-"""Predictions: converts a stored comparison into the input of the scaling model (kernel)."""
+"""Converts a stored comparison into the input of the scaling model, for predictions (kernel)."""
 
 import math
 from collections.abc import Sequence
@@ -19,23 +19,23 @@ from ddpnb.scaling.predict import Question, predict
 
 NEEDED = (BASELINE, CEILING)
 FEWEST_STEPS = 4
-"""Smallest number of steps of one size for a valid median."""
+"""Minimum number of steps with the same number of samples for a valid median of step times."""
 FLOAT_BYTES = 4
 
 
 def predicted(store: Store, question: Question, run: str = "") -> PredictionResult:
-    """Return a prediction, calibrated on a stored comparison (default: the last usable one)."""
+    """Return a prediction, calibrated on a stored comparison (default: the last suitable one)."""
     measured = measured_in(_comparison(store, run))
     return PredictionResult(predict(calibrate(measured), question))
 
 
 def measured_in(comparison: Comparison) -> Measured:
-    """Return the model's input from a comparison; raise UserError if a run is missing."""
+    """Return the scaling model's input from a comparison; raise UserError if a run is missing."""
     summaries = {each.name: each for each in summarise(comparison) if _counts(each)}
     if missing := [name for name in NEEDED if name not in summaries]:
         raise UserError(
-            f"{comparison.name} has no finished run of {' or '.join(missing)}, but a prediction "
-            "needs both single and no-comm. Compare again without --no-baseline."
+            f"A prediction needs single and no-comm, but {comparison.name} has no finished run of "
+            f"{' or '.join(missing)}. Compare again without --no-baseline."
         )
     runs = {
         name: [run for run in each.runs if run.status is Status.FINISHED]
@@ -48,8 +48,8 @@ def measured_in(comparison: Comparison) -> Measured:
     devices = spec.emulated
     if devices and (spec.slow or spec.kill):
         raise UserError(
-            f"{comparison.name} was trained with --slow or --kill, which a prediction cannot "
-            "model. Compare without these options, or choose another comparison with --run."
+            f"{comparison.name} was trained with --slow or --kill, so it cannot be used for a "
+            "prediction. Compare without these options, or choose a comparison with --run."
         )
     fewest = 1 if devices else FEWEST_STEPS
     split = step_split(single).parts
@@ -133,7 +133,7 @@ def _variation(runs: Sequence[RunSnapshot]) -> float:
 
 
 def _num_bytes(runs: dict[str, list[RunSnapshot]], num_parameters: int, num_ranks: int) -> float:
-    """Return the bytes of all gradients: as measured in ddp, else 4 bytes per parameter."""
+    """Return the bytes of all gradients.  If ``ddp`` did not run, assume 4 bytes per parameter."""
     sent = step_split(runs["ddp"]).num_bytes_sent if "ddp" in runs else math.nan
     if math.isfinite(sent) and num_ranks > 1:
         return sent * num_ranks / (2 * (num_ranks - 1))

@@ -1,4 +1,4 @@
-"""The session of one notebook, which the magics and their Python twins call (kernel)."""
+"""The session of one notebook.  The magics and the Python functions call it (kernel)."""
 
 import atexit
 import contextlib
@@ -37,16 +37,16 @@ from ddpnb.session.status import describe_running, with_notes
 from ddpnb.session.training import RunningComparison
 
 OnProgress = Callable[[str], None]
-"""Receives a line of text at each stage of a start."""
+"""Function that receives a line of text at each stage of a start."""
 
 ANSWER_SECONDS = 0.3
-"""Longest time that Tab completion waits for a rank."""
+"""Maximum time that Tab completion waits for a rank."""
 
 END_SECONDS = 5.0
-"""Longest time that an interrupt waits for the work to end, so the ranks are free afterwards."""
+"""Maximum time that ``interrupt`` waits for the work to end, so that the ranks are idle again."""
 
 STOP_SECONDS = 30.0
-"""Longest time for a comparison to stop before the cluster is stopped."""
+"""Maximum time that ``stop`` waits for a comparison before it stops the cluster."""
 
 
 class Session:
@@ -82,7 +82,7 @@ class Session:
         return self._cluster
 
     def free_cluster(self) -> Cluster:
-        """Return the cluster, in the notebook's folder; raise UserError during a comparison."""
+        """Return the cluster with an updated work folder; raise UserError during a comparison."""
         self._refuse_if_training()
         cluster = self.cluster()
         with contextlib.suppress(UserError):  # the folder has been removed
@@ -125,7 +125,7 @@ class Session:
         ranks: str | None = None,
         progress: OnProgress = lambda _: None,
     ) -> Table:
-        """End ranks and start new ones; their variables are lost.  See ``ddpnb.restart``."""
+        """End ranks and start new ranks without variables.  See ``ddpnb.restart``."""
         if ranks is not None:
             return self._replace(ranks, progress)
         cluster = self.cluster(allow_lost=True)
@@ -136,7 +136,7 @@ class Session:
         return self.start(spec, progress=progress)
 
     def interrupt(self) -> str:
-        """Stop all background work on the ranks; return a sentence about it."""
+        """Stop all background work on the ranks; return a sentence that names the work."""
         self.cluster(allow_lost=True)
         running = self._running
         for each in running:
@@ -155,7 +155,7 @@ class Session:
         cluster = self.free_cluster()
         chosen = parse_ranks(options.ranks, len(cluster.ranks))
         if options.debug is not None and options.debug not in chosen:
-            raise UserError(f"--debug {options.debug}: this rank does not run the cell.")
+            raise UserError(f"--debug: rank {options.debug} does not run the cell. Check --ranks.")
         cluster.require(chosen)
         spec = CellSpec(
             source=source,
@@ -217,7 +217,7 @@ class Session:
     ) -> ComparisonResult | RunningComparison:
         """Train strategies and compare them live; see ``ddpnb.compare``.
 
-        ``shown``: the display (default: under this cell).  ``on_end``: see ``Background.begin``.
+        ``shown`` is the display (default: under this cell).  ``on_end`` is passed to ``begin``.
         """
         self.last_training = spec.training
         running = prepare(self.idle_cluster(), self.store, spec, shown or live(spec.options))
@@ -227,7 +227,7 @@ class Session:
         return running.begin(on_end)
 
     def show_live(self) -> bool:
-        """Show the running comparison under the current cell too; return False if none runs."""
+        """Show the running comparison under this cell too; return False if no comparison runs."""
         if self.comparison is None or not isinstance(self.comparison.live, LiveFigureAndTable):
             return False
         self.comparison.live.appear()

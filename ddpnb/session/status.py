@@ -17,15 +17,15 @@ from ddpnb.reports.listing import ranks_table
 from ddpnb.reports.table import Table
 
 ANSWER_SECONDS = 3.0
-"""Longest time for a rank to report its position.  A suspended process never does."""
+"""Maximum time to wait for a rank's position.  A suspended rank never reports its position."""
 
 
 def status_table(cluster: Cluster, busy: Collection[int], notes: Sequence[str] = ()) -> Table:
-    """Return the table of ranks: each rank is idle, busy or gone.
+    """Return the table of ranks with each rank's state: idle, busy, or how the rank ended.
 
-    ``busy`` ranks run background work.  ``notes`` are additional lines under the table.
+    ``busy`` has the ranks that run background work.  ``notes`` are lines under the table.
     """
-    doing = dict.fromkeys(cluster.ranks, "gone")
+    doing = dict.fromkeys(cluster.ranks, "ended")
     doing |= {rank: "busy" if rank in busy else "idle" for rank in cluster.living}
     doing |= {rank: str(cluster.exits[rank]) for rank in cluster.ranks if rank in cluster.exits}
     lost = [f"{cluster.lost}, so run %ddp_restart to start new ranks"] if cluster.lost else []
@@ -35,7 +35,7 @@ def status_table(cluster: Cluster, busy: Collection[int], notes: Sequence[str] =
 
 
 def describe_ranks(cluster: Cluster) -> str:
-    """Return a text on each rank's current position, with the stacks of busy ranks."""
+    """Return the current position of each rank as text, with the stacks of busy ranks."""
     asked = {
         rank: [
             cluster.processes.command(rank, command)

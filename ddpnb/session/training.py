@@ -31,17 +31,17 @@ from ddpnb.session.machine import OtherPrograms, disturbance
 from ddpnb.session.variables import pull
 
 STOP_INTERVAL_SECONDS = 0.3
-"""Time between two stop requests.  The kernel repeats them until the ranks have stopped."""
+"""Time between two stop requests.  The kernel sends requests until the ranks have stopped."""
 CLEAN_UP_SECONDS = 2.0
-"""Longest time for the ranks to delete a comparison's data."""
+"""Maximum time for the ranks to delete a comparison's data."""
 GRACE_SECONDS = 1.2
-"""Longest time to stop and evaluate the model before the kernel interrupts the ranks."""
+"""Maximum time for ranks to stop and evaluate the model before the kernel interrupts the ranks."""
 
 
 @final
 @dataclass(kw_only=True, eq=False, repr=False)
 class RunningComparison(Background):
-    """A comparison in progress, which trains its runs one after the other."""
+    """A comparison in progress.  It trains its runs one after the other."""
 
     cluster: Cluster
     recorder: Recorder
@@ -65,7 +65,7 @@ class RunningComparison(Background):
         If a strategy fails, its remaining runs are skipped.  The other strategies are trained.
 
         Raises:
-            RankError: a strategy failed; raised at the end, for the first strategy that failed.
+            RankError: a strategy failed.  The first strategy's error is raised at the end.
             KeyboardInterrupt: the comparison was interrupted, and the ranks have stopped.
         """
         errors: dict[str, Exception] = {}
@@ -105,7 +105,7 @@ class RunningComparison(Background):
         return ComparisonResult(self.recorder.comparison, self.asked.options, self._model_of)
 
     def _at_best_rate(self, spec: RunSpec) -> RunSpec:
-        """Return the spec; a later repeat gets its strategy's best learning rate."""
+        """Return the spec, in later repeats with the best learning rate of its strategy."""
         if not spec.rates or spec.repeat == 0:
             return spec
         runs = self.recorder.comparison.runs
@@ -113,19 +113,19 @@ class RunningComparison(Background):
         return replace(spec, learning_rate=own.learning_rate)
 
     def _model_of(self, run_id: str) -> Any:
-        """Return a trained model, which rank 0 keeps until the next comparison."""
+        """Return a run's trained model.  Rank 0 keeps the model until the next comparison."""
         if self.cluster.is_over:
             raise UserError("The ranks that kept the model have ended. Train the model again.")
         (model,) = pull(self.cluster, run_id, [0], calls.pull_model)
         return model
 
     def _send_functions(self, rank: int) -> None:
-        """Send the notebook's functions, if they are trained, to a restarted rank."""
+        """Send the notebook's functions to a restarted rank if the comparison uses functions."""
         if self.asked.functions is not None:
             self.asked.functions.send(self.cluster, [rank])
 
     def _continue_without(self, failed: str, rest: Sequence[str]) -> bool:
-        """Return True if training continues after a failed strategy; print what is left."""
+        """Return True if training continues after a failed strategy; print the other strategies."""
         if not rest or self.stop_requested:
             return False
         names = ", ".join(dict.fromkeys(rest))
@@ -181,12 +181,12 @@ class RunningComparison(Background):
         self._replace_dead(spec.strategy)
 
     def _interrupted(self, outcome: Outcome) -> tuple[Status, str]:
-        """Return the status and note of an interrupted run, whose training may be complete."""
+        """Return the status and note of an interrupted run.  Its training may be complete."""
         reports = _reports(outcome)
         if len(reports) < len(self.cluster.ranks) or any(each.was_stopped for each in reports):
             return Status.STOPPED, "interrupted"
         is_cut = any(each.evaluation_was_cut for each in reports)
-        return Status.FINISHED, "only its evaluation was interrupted" if is_cut else ""
+        return Status.FINISHED, "the evaluation after training was interrupted" if is_cut else ""
 
     def _replace_dead(self, strategy: str) -> bool:
         """Restart the dead ranks and print their numbers; return True if a rank was restarted."""
@@ -206,7 +206,7 @@ class RunningComparison(Background):
         return True
 
     def _tick(self, recovery: RankRecovery, watch: Watch) -> None:
-        """Redraw.  If a stop was requested, let all ranks end after the same step and evaluate."""
+        """Redraw.  If the user requests a stop, let all ranks end after the same step."""
         recovery.attend()
         if self.live.is_due():
             self.live.update(self.recorder.comparison)

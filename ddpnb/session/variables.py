@@ -1,4 +1,4 @@
-"""Copies variables and functions of the notebook to the ranks, and values back (kernel)."""
+"""Copies variables and functions from the notebook to the ranks, and values back (kernel)."""
 
 import contextlib
 import inspect
@@ -22,7 +22,7 @@ from ddpnb.session.asking import ask
 from ddpnb.session.errors import RankError
 
 PREFIX = "variables-"
-"""File name prefix in the run folder.  Each file is removed as soon as its call has ended."""
+"""Name prefix of files in the run folder.  ddpnb removes each file once its call has ended."""
 
 
 def push(cluster: Cluster, variables: Mapping[str, object], ranks: str | None) -> None:
@@ -50,7 +50,7 @@ def send(
     what = ", ".join(names)
     with (
         new_files(cluster.folder, [""]) as path,
-        mistakes_named(f"{what} cannot be read on rank {{}}"),
+        mistakes_named(f"Rank {{}} cannot read {what}"),
     ):
         try:
             parcel = packed(parts, path if cluster.is_local else "")
@@ -67,23 +67,23 @@ def pull(
 ) -> list[Any]:
     """Return the value of an expression on each rank; raise UserError if a rank has no value.
 
-    ``given_by`` is the call that evaluates the expression.  It may run as long as a cell.
+    ``given_by`` is the call that evaluates the expression.  The call may run as long as a cell.
     """
     with new_files(cluster.folder, [f"-{rank}" for rank in ranks]) as path:
         own = path if cluster.is_local else ""
-        with mistakes_named(f"Rank {{}} cannot return {expression}"):
+        with mistakes_named(f"Rank {{}} cannot send the value of {expression}"):
             given = given_by(expression, own, own_classes(), len(ranks))
             found = ask(cluster, given, ranks)
         try:
             return [receive(found[rank]) for rank in ranks]
         except Exception as error:
             cause = full_stop(str(error))
-            raise UserError(f"{expression} cannot be read in the notebook: {cause}") from error
+            raise UserError(f"The notebook cannot read {expression}: {cause}") from error
 
 
 @contextlib.contextmanager
 def mistakes_named(what: str) -> Iterator[None]:
-    """Raise a rank's error as one sentence: ``what`` with the rank's number, and the cause.
+    """Raise a rank's error as a UserError: ``what`` with the rank's number, and the cause.
 
     If a rank died, its RankError is raised unchanged.
     """
@@ -99,9 +99,9 @@ def mistakes_named(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def new_files(folder: Path, suffixes: Sequence[str]) -> Iterator[str]:
-    """Yield a path in the run folder.  For each suffix, an empty file exists inside the block.
+    """Yield a path in the run folder, after creating one empty file for each suffix.
 
-    Afterwards the files are removed.  Existing memory mappings of the files stay valid.
+    At the end of the block, the files are removed.  Memory mappings of the files stay valid.
     """
     path = f"{folder}/{PREFIX}{secrets.token_hex(8)}"
     files = [Path(f"{path}{suffix}") for suffix in suffixes]
@@ -140,14 +140,14 @@ def explain(variables: Mapping[str, object], error: Exception) -> str:
 FUNCTIONS = {
     name: Option(default=None, about=about, flag=name)
     for name, about in {
-        "model": "function that returns a new model, instead of ``source``",
-        "data": 'function of ``"train"`` or ``"test"`` that returns samples; needs ``model``',
-        "loss": "function of outputs and targets that returns the mean loss; needs ``model``",
-        "metric": "function of all held-out outputs and their targets; needs ``model``",
-        "training_step": "function of model and batch for a training step; needs ``model``",
-        "validation_step": "function of model and held-out batch; needs ``model``",
-        "optimizer": "function that makes an optimizer for the parameters; needs ``model``",
-        "collate_fn": "function that makes a batch from a list of items; needs ``model``",
+        "model": "function that returns a new model, to be used instead of ``source``",
+        "data": 'function that gets ``"train"`` or ``"test"`` and returns samples; needs ``model``',
+        "loss": "function that gets outputs and targets and returns the mean loss; needs ``model``",
+        "metric": "function that gets all held-out outputs and targets; needs ``model``",
+        "training_step": "function that gets model and batch and returns the loss; needs ``model``",
+        "validation_step": "function that gets model and held-out batch; needs ``model``",
+        "optimizer": "function that gets parameters and returns an optimizer; needs ``model``",
+        "collate_fn": "function that gets a list of items and returns a batch; needs ``model``",
     }.items()
 }
 """The arguments of ``ddpnb.compare`` that are functions."""
@@ -159,10 +159,10 @@ class NotebookFunctions:
     """Functions passed to ``ddpnb.compare``, pickled with the variables that they use."""
 
     names: tuple[str, ...]
-    """The given arguments: ``("model", "data")``."""
+    """The names of the given arguments, such as ``("model", "data")``."""
     parts: Sequence[memoryview]
     key: str
-    """The key of the functions on the ranks, until the next comparison with functions."""
+    """The key under which the ranks keep the functions until the next comparison with functions."""
     source: str
     """The generated cell that loads the functions, with their source code in comments."""
 
@@ -193,7 +193,7 @@ class NotebookFunctions:
         )
 
     def send(self, cluster: Cluster, ranks: Sequence[int]) -> None:
-        """Send the functions to ranks, which keep them."""
+        """Send the functions to ranks, where they stay until the next comparison with functions."""
         keep = partial(calls.keep_functions, self.key)
         send(cluster, self.parts, self.names, ranks, keep)
 

@@ -77,7 +77,7 @@ def test_stop_ends_a_cell_in_the_background_in_one_sentence(kernel: Kernel):
     cell = kernel.run("%%ddp --no-wait\nimport time\ntime.sleep(1000)")
     kernel.run("%ddp_stop")
     kernel.wait_for_text(cell, "UserError")
-    assert cell.stdout == "UserError: The cluster was stopped while this ran.\n"
+    assert cell.stdout == "UserError: The cluster was stopped before the ranks had finished.\n"
 
 
 def test_the_python_twins(bare_kernel: Kernel):

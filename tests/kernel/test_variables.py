@@ -128,7 +128,7 @@ def test_what_the_other_side_cannot_read_is_a_sentence_and_changes_nothing(
     (project / "only_here.py").write_text("def f(): pass")
     kernel.run("import only_here, os\nos.remove('only_here.py')\nnew, f = 1, only_here.f")
     cell = kernel.run("%ddp_push new f", timeout=20)
-    assert "new, f cannot be read on rank 0: ModuleNotFoundError: No module" in cell.error_text
+    assert "Rank 0 cannot read new, f: ModuleNotFoundError: No module" in cell.error_text
     assert kernel.run("%%ddp\nprint('new' in globals())").by_rank == both("False")
 
 
