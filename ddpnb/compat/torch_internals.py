@@ -1,6 +1,6 @@
 """Private parts of torch.  (Ranks.)
 
-Names without an underscore count as private too if torch's documentation does not list them.
+Names without an underscore are also private if torch's documentation does not list them.
 Examples are the methods of ``ProcessGroup`` and the operations in the dispatcher.
 """
 
@@ -29,7 +29,7 @@ ProcessGroup: Any = dist.ProcessGroup
 # -- collectives before they reach the backend ----------------------------------------------
 
 
-@Probe("torch", "ddpnb cannot compare calls before they run; `--check` still does")
+@Probe("torch", "only `--check` can compare the ranks' calls before they run")
 def intercepts_collectives() -> bool:
     """Return True if ``ProcessGroup``'s methods and its operations' kernels can be replaced."""
     if not hasattr(torch.library.Library, "impl") or not hasattr(ProcessGroup, "unbox"):
@@ -46,7 +46,7 @@ def has_operation(operation: str, num_tensors: int, root: int | None) -> bool:
     """Return True if torch's dispatcher has a collective with the expected arguments.
 
     The group must follow ``num_tensors`` other arguments.  ``root`` is the index of the root among
-    the arguments after the group; None without a root.
+    the arguments after the group, or None if the collective has no root.
     """
     try:
         arguments = getattr(torch.ops.c10d, operation).default._schema.arguments
@@ -74,7 +74,7 @@ def replace_function(name: str, make: Callable[[Callable[..., Any]], Callable[..
 
 
 _KEY = "ADInplaceOrView"
-"""The dispatch key of kernels that run below autograd, also for calls from autograd's own code."""
+"""The dispatch key of kernels that run below autograd, also if autograd's code makes the call."""
 
 
 def below_kernels() -> AbstractContextManager[None]:
@@ -90,15 +90,16 @@ _libraries: list[Any] = []
 def add_kernels(kernels: Mapping[str, Callable[..., Any]]) -> None:
     """Make torch's dispatcher call Python functions before the backend's kernels, permanently.
 
-    The keys are operations.  Each function takes a key set and the arguments of its operation.
+    The keys of ``kernels`` are operations.  Each function gets a dispatch key set and the
+    arguments of its operation.
     """
     library: Any = torch.library.Library("c10d", "IMPL")
     for operation, kernel in kernels.items():
         library.impl(operation, kernel, _KEY, with_keyset=True)
-    _libraries.append(library)  # a deleted library removes its kernels
+    _libraries.append(library)  # deleting a library removes its kernels
 
 
-@Probe("torch", "torch.compile traces ddpnb's comparison of collectives and warns")
+@Probe("torch", "torch.compile traces ddpnb's own code and shows warnings about it")
 def skips_frames() -> bool:
     """Return True if ddpnb can exclude a function from torch.compile without importing dynamo."""
     _skip_frames((lambda: None).__code__)
@@ -123,7 +124,7 @@ def _skip_frames(code: CodeType) -> None:
 
 
 def next_kernel(operation: str) -> Callable[..., Any]:
-    """Return a function that redispatches from a kernel of ``add_kernels`` to the backend's."""
+    """Return a function that a kernel of ``add_kernels`` uses to call the backend's kernel."""
     redispatch = getattr(torch.ops.c10d, operation).default.redispatch
     below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.ADInplaceOrView)
     return lambda keys, *arguments: redispatch(keys & below, *arguments)
@@ -136,14 +137,14 @@ def unboxed_work(boxed: Any) -> Any:
 
 
 def is_sum(how: Any) -> bool:
-    """Return True if the argument after an all-reduce's tensors asks for a sum."""
+    """Return True if the second argument of an all-reduce asks for a sum."""
     is_boxed = isinstance(how, torch.ScriptObject)
     operation = how.op() if is_boxed else getattr(how, "reduceOp", how)
     return bool(operation == dist.ReduceOp.SUM)
 
 
 def wait_for_all(group: Any) -> None:
-    """Wait for all ranks of a group, bypassing the listeners; takes part: every rank of it."""
+    """Wait for all ranks of a group, without calling listeners.  Every rank of it takes part."""
     group._get_backend(torch.device("cpu")).barrier().wait()
 
 
@@ -155,7 +156,7 @@ def lone_group() -> Any:
 
 
 def future_of(work: Any) -> Any:
-    """Return the future of a backend's work; for gloo's reduce-scatter, a thread makes one."""
+    """Return a future of a backend's work.  For gloo's reduce-scatter, a thread completes it."""
     try:
         return work.get_future()
     except RuntimeError:
@@ -170,7 +171,7 @@ _GLOO_LOST = re.compile(
     r"(Connection (closed|reset) by peer|Broken pipe|Socket closed)",
     re.DOTALL,
 )
-"""Gloo raises a plain ``RuntimeError`` with a text that begins with a place in gloo's source."""
+"""Gloo raises a plain ``RuntimeError``.  The message begins with a line of gloo's source code."""
 _DIST_LOST = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|Socket closed|NCCL communicator was aborted"
     r"|remote process exiting prematurely"
@@ -191,15 +192,15 @@ class PendingCollective(NamedTuple):
     """A collective in torch's flight recorder that has begun but not ended."""
 
     name: str
-    """The function of ``torch.distributed``."""
+    """Name of the function of ``torch.distributed``."""
     tensor: str
-    """The tensors that the collective sends, such as ``"Float [3, 4]"``."""
+    """Types and shapes of the collective's input tensors, such as ``"Float [3, 4]"``."""
 
 
 @Probe(
     "torch",
-    "ddpnb cannot detect a rank that waits inside DDP's backward pass; "
-    "interrupting the cell and --timeout still end the wait",
+    "ddpnb cannot detect a rank that waits inside DDP's backward pass. "
+    "Interrupt the cell or use --timeout to end the wait",
 )
 def records_collectives() -> bool:
     """Return True if ddpnb can read the flight recorder and its current entries."""
@@ -214,9 +215,9 @@ def pending_collective(
 ) -> PendingCollective | None:
     """Return the oldest collective that has begun on this rank after ``since_ns`` but not ended.
 
-    With ``seconds_on_gpu``, only collectives count that began at least so long ago and have started
-    on the GPU.  With ``TORCH_NCCL_ENABLE_TIMING``, an NCCL entry is "scheduled" while the GPU still
-    computes earlier work, and "started" when the GPU has reached the entry
+    If ``seconds_on_gpu`` is given, ignore collectives that began later than this number of seconds
+    ago, and collectives that the GPU has not started.  With ``TORCH_NCCL_ENABLE_TIMING``, an NCCL
+    entry is "scheduled" while the GPU computes earlier work, and then "started"
     (docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html).
     """
     if not dist.is_initialized() or not records_collectives.works:
@@ -232,7 +233,7 @@ def pending_collective(
 def _recorded() -> Iterable[dict[str, Any]]:
     is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
     c10d: Any = torch._C._distributed_c10d
-    # NCCL has a separate recorder.
+    # NCCL has a separate flight recorder.
     dump = c10d._dump_nccl_trace_json if is_nccl else c10d._dump_fr_trace_json
     entries: Iterable[dict[str, Any]] = json.loads(dump()).get("entries", ())
     return entries
@@ -263,7 +264,7 @@ def process_groups() -> list[Any]:
 
 @Probe(
     "torch",
-    "after dist.destroy_process_group() in a cell, dist.is_initialized() is still True there",
+    "dist.is_initialized() returns True even after a cell has called dist.destroy_process_group()",
 )
 def hides_group() -> bool:
     """Return True if ddpnb can hide the default group from ``torch.distributed``."""
@@ -273,7 +274,7 @@ def hides_group() -> bool:
 
 
 def set_default_group(group: Any) -> Any:
-    """Replace the default group by a group or None; return the old group, None if not possible."""
+    """Set the default group to a group or None.  Return the old group, or None if unchanged."""
     if not hides_group.works:
         return None
     world: Any = dist.group
@@ -282,7 +283,7 @@ def set_default_group(group: Any) -> Any:
 
 
 def group_store() -> Any:
-    """Return the store that formed the default group."""
+    """Return the store through which the ranks formed the default group."""
     group: Any = dist.group.WORLD
     if hasattr(group, "get_group_store"):
         return group.get_group_store()
@@ -292,7 +293,7 @@ def group_store() -> Any:
 # -- training ------------------------------------------------------------------------------
 
 
-@Probe("torch", "the --data-workers processes may outlive a failed run for a while")
+@Probe("torch", "the processes of --data-workers may run for a while after a failed run")
 def ends_data_workers() -> bool:
     """Return True if ddpnb can end the processes of a ``DataLoader`` at once."""
     return callable(dataloader._MultiProcessingDataLoaderIter._shutdown_workers)
@@ -304,10 +305,10 @@ def end_data_workers(batches: Iterator[Any]) -> None:
         batches._shutdown_workers()  # type: ignore[attr-defined]
 
 
-@Probe("torch", "zero cannot run, because ddpnb cannot read an optimizer's hooks")
+@Probe("torch", "the strategy zero cannot run, because ddpnb cannot read an optimizer's hooks")
 def lists_step_hooks() -> bool:
     """Return True if ddpnb can read an optimizer's hooks."""
-    # Inspect the code, because creating an optimizer takes a second to import 800 modules.
+    # Inspect the code, because creating an optimizer imports 800 modules and takes a second.
     names = {
         *torch.optim.Optimizer.register_step_pre_hook.__code__.co_names,
         *torch.optim.Optimizer.register_step_post_hook.__code__.co_names,

@@ -90,6 +90,6 @@ def test_one_feature_is_off_and_says_so(name: str):
 
 def test_collectives_of_another_form_are_named_and_the_rest_are_compared():
     (missing,), is_on = in_a_process(missing_features_without_gather)
-    text = ": ddpnb cannot compare gather, reduce before they run; `--check` still does"
+    text = ": only `--check` can compare these calls before they run: gather, reduce"
     assert missing.endswith(text)
     assert is_on

@@ -1,1 +1,1 @@
-"""Describe and intercept the calls of ``torch.distributed`` (ranks)."""
+"""Descriptions and interception of the calls of ``torch.distributed`` (ranks)."""

@@ -1,8 +1,8 @@
-"""The board in shared memory: the ranks of a host post the virtual times of their calls (ranks).
+"""A board in shared memory, on which a host's ranks post the virtual times of their calls (ranks).
 
-Each process group has a file with a ring of places, one for each call and rank.  A place holds the
-number of the call and two times.  If all ranks take part in a call, the real exchange has already
-ordered their memory.  Otherwise a rank waits until the place holds the expected call number.
+Each process group has a file.  The file is a ring buffer with one place for each call and rank.  A
+place holds the number of the call and two times.  If all ranks take part in a call, the real
+exchange makes their writes visible.  Otherwise a rank waits until it reads the expected number.
 """
 
 import mmap
@@ -16,7 +16,7 @@ from typing import Final, final
 from ddpnb.protocol.costs import Ready
 
 NUM_CALLS: Final = 512
-"""The most calls by which one rank may be ahead of another rank."""
+"""Maximum number of calls by which one rank may be ahead of another rank."""
 _PLACE: Final = struct.Struct("<qdd")
 _NUMBER: Final = struct.Struct("<q")
 _POLL_SECONDS: Final = 5e-5
@@ -26,7 +26,7 @@ def mapped_file(path: Path, num_bytes: int) -> mmap.mmap:
     """Map a file that several ranks share.  The first rank creates the file."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        os.posix_fallocate(descriptor, 0, num_bytes)  # else a full disk kills the process
+        os.posix_fallocate(descriptor, 0, num_bytes)  # without it, a full disk kills the rank
         return mmap.mmap(descriptor, num_bytes)
     finally:
         os.close(descriptor)
@@ -39,7 +39,7 @@ class Board:
     Args:
         path: the file that the group's ranks share.
         num_places: the number of ranks, or the number of ordered pairs of ranks.
-        check: raises an error if this rank should stop waiting.
+        check: function that raises an error if this rank should stop waiting.
     """
 
     def __init__(self, path: Path, num_places: int, check: Callable[[], None]) -> None:
@@ -55,7 +55,7 @@ class Board:
         _NUMBER.pack_into(self._map, offset, number + 1)
 
     def read(self, number: int, place: int) -> Ready:
-        """Return the times at which a rank was ready for a call; wait until they are posted."""
+        """Wait until a rank has posted the times at which it was ready, and return these times."""
         offset = self._offset(number, place)
         while _NUMBER.unpack_from(self._map, offset)[0] != number + 1:
             self._check()
@@ -64,7 +64,7 @@ class Board:
         return first, last
 
     def close(self) -> None:
-        """Remove the file.  May be called twice."""
+        """Remove the file.  Calling ``close`` twice is safe."""
         if not self._map.closed:
             self._map.close()
             self._path.unlink(missing_ok=True)

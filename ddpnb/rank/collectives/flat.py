@@ -1,4 +1,4 @@
-"""Flat buffers: many tensors end to end in one tensor per dtype, for collectives (ranks)."""
+"""Flat buffers store many tensors end to end in one tensor per dtype, for collectives (ranks)."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 class FlatBuffer:
     """One flat buffer for each dtype, with a view for each of the given tensors.
 
-    The buffers are on a device that the default group can send from: with gloo, on the CPU.
+    The buffers are on a device that the default group can send from.  With gloo, this is the CPU.
     """
 
     def __init__(self, like: Sequence[Tensor]) -> None:
@@ -42,7 +42,7 @@ class FlatBuffer:
 
     @torch.no_grad()
     def average(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors by their means over all ranks; takes part: every rank."""
+        """Replace tensors by their means over all ranks.  Every rank takes part."""
         self.gather(tensors)
         for buffer in self.buffers:
             dist.all_reduce(buffer)
@@ -62,11 +62,11 @@ def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the total bytes of tensors; a sharded tensor counts only its part on this rank."""
+    """Return the total size of tensors in bytes.  For a sharded tensor, count this rank's part."""
     return sum(tensor.numel() * tensor.element_size() for tensor in map(local, tensors))
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the part on this rank, without importing ``DTensor``: the import takes a second."""
+    """Return this rank's part of a tensor.  Importing ``DTensor`` for this would take a second."""
     to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()

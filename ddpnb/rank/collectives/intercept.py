@@ -1,12 +1,12 @@
 """The interceptor of this rank's ``torch.distributed`` calls (ranks).
 
 Users and torch's Python code call methods of ``ProcessGroup``.  ddpnb replaces these methods.
-Torch's C++ code, such as DDP's backward pass, calls only the dispatcher.  There ddpnb adds a Python
-kernel in front of the backend's kernel.  The replaced methods bypass these kernels.  The methods
-and kernels stay installed, and cost almost no time without a listener.
+Torch's C++ code, such as DDP's backward pass, calls only the dispatcher.  In the dispatcher, ddpnb
+adds a Python kernel in front of the backend's kernel.  The replaced methods bypass these kernels.
+The methods and kernels stay installed.  Without a listener, they take almost no time.
 
 A listener overrides only the methods that it needs.  A call returns the backend's own work object
-unless a listener follows waits or completion.
+unless a listener overrides ``waiting`` or ``ended``.
 """
 
 import contextlib
@@ -29,24 +29,24 @@ class Listener:
     """The base class of listeners: ddpnb calls these methods for each call of this rank."""
 
     def begin(self, call: Call) -> None:
-        """Run before the backend gets a call.  May wait, or reject the call with an error."""
+        """Run before the backend gets a call.  To reject the call, a listener raises an error."""
 
     def make(self, call: Call) -> Any:
-        """Make a call instead of the backend; return its work, or None to let the backend run."""
+        """Make a call instead of the backend and return the work, or None to use the backend."""
         return None
 
     def refused(self, call: Call, error: BaseException) -> None:
-        """Run after a call failed before the backend ran it."""
+        """Run if a call has failed before the backend ran the call."""
 
     def waiting(self, call: Call) -> AbstractContextManager[object]:
-        """Return a context manager for the time in which Python code waits for a call.
+        """Return a context manager that is active while Python code waits for a call.
 
         For a blocking call, ddpnb enters the context before the backend gets the call.
         """
         return contextlib.nullcontext()
 
     def ended(self, call: Call) -> None:
-        """Run once when a call is complete, in any thread."""
+        """Run once when a call is complete.  Any thread may run this method."""
 
 
 Heard = TypeVar("Heard", bound=Listener)
@@ -62,18 +62,18 @@ class _Audience(NamedTuple):
 
     @property
     def follows(self) -> bool:
-        """True if any listener follows waits or completion."""
+        """True if any listener overrides ``waiting`` or ``ended``."""
         return bool(self.waiting or self.ended)
 
 
 _audience = _Audience()
 _kept: "deque[Exchange]" = deque(maxlen=64)
-"""Keeps work objects alive until a wait, because C++ may hold a work without its Python part."""
+"""Work objects that stay alive until a wait, because C++ may hold only their C++ part."""
 
 
 @contextlib.contextmanager
 def listening(listener: Heard) -> Iterator[Heard]:
-    """Return a context manager that adds a listener for this process's calls and yields it."""
+    """Return a context manager in which a listener gets this process's calls."""
     add(listener)
     try:
         yield listener
@@ -89,7 +89,7 @@ def add(listener: Listener) -> None:
 
 
 def remove(listener: Listener) -> None:
-    """Undo ``add``."""
+    """Remove a listener that ``add`` has added."""
     _seat([each for each in _audience.every if each is not listener])
 
 
@@ -105,7 +105,7 @@ def _seat(every: Sequence[Listener]) -> None:
 
 @functools.cache
 def install() -> None:
-    """Replace the methods and add the kernels, once."""
+    """Replace the methods of ``ProcessGroup`` and add the Python kernels, once per process."""
     if not torch_internals.intercepts_collectives.works:
         return
     known = {name: each for name, each in METHODS.items() if is_known(each)}
@@ -131,7 +131,7 @@ def _method(collective: Collective, original: Callable[..., Any]) -> Callable[..
         audience = _audience
         settings = options.get("opts", arguments[-1] if arguments else None)
         root = _root_of(collective, arguments, settings) if audience.every else None
-        if root is None:  # no listener, or not called in the way torch.distributed does
+        if root is None:  # no listener, or arguments that torch.distributed never passes
             return original(group, *arguments, **options)
         blocks = not getattr(settings, "asyncOp", True)
         call = Call(collective, group, arguments, root, is_blocking=blocks)
@@ -159,7 +159,7 @@ def _kernel(collective: Collective) -> Callable[..., Any]:
         group = torch_internals.ProcessGroup.unbox(arguments[num])
         rest = arguments[num + 1 :]
         root = NO_ROOT if collective.root is None else rest[collective.root]
-        blocks = collective.name == "broadcast"  # C++ waits for it at once, unseen by ddpnb
+        blocks = collective.name == "broadcast"  # C++ waits at once, and ddpnb cannot see it
         compared = arguments[:num] + rest
         call = Call(collective, group, compared, root, is_blocking=blocks, is_in_cpp=True)
         made: Any = None
@@ -179,12 +179,12 @@ def _kernel(collective: Collective) -> Callable[..., Any]:
 
 
 def _made_by(audience: _Audience, call: Call) -> Any:
-    """Return the work of a call that a listener makes; None if no listener makes it."""
+    """Return the work of a call that a listener makes, or None if no listener makes the call."""
     return next((work for each in audience.make if (work := each.make(call)) is not None), None)
 
 
 def _root_of(collective: Collective, arguments: Sequence[Any], settings: Any) -> int | None:
-    """Return the root in a method's arguments; ``NO_ROOT`` without a root, None if unknown."""
+    """Return a call's root, ``NO_ROOT`` if the call has no root, or None if it is unknown."""
     if collective.tensor is not None and len(arguments) < collective.num_tensors:
         return None
     return NO_ROOT if collective.root is None else getattr(settings, "rootRank", None)
@@ -222,7 +222,7 @@ def _issued(call: Call, audience: _Audience, make: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def _heard(call: Call, audience: _Audience) -> Iterator[None]:
-    """Return a context manager that enters all listeners' contexts for a wait."""
+    """Return a context manager that enters the ``waiting`` contexts of all listeners."""
     with contextlib.ExitStack() as waits:
         for each in audience.waiting:
             waits.enter_context(each.waiting(call))
@@ -254,27 +254,27 @@ class Exchange(dist.Work):
             _kept.append(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the call is complete; raise the backend's error if it failed."""
+        """Wait until the call is complete.  If the call fails, raise the backend's error."""
         with _heard(self._call, self._audience):
             try:
                 done = bool(self._work.wait(timeout) if timeout else self._work.wait())
             except RuntimeError:
-                self.is_completed()  # ends a failed call; after a timeout the call continues
+                self.is_completed()  # ends a failed call; after a timeout, the call goes on
                 raise
             _end(self._call, self._audience)
-        with contextlib.suppress(ValueError):  # an earlier wait or the deque dropped it
+        with contextlib.suppress(ValueError):  # a wait or the full deque has removed it
             _kept.remove(self)
         return done
 
     def is_completed(self) -> bool:
-        """Return True if a wait would return at once."""
+        """Return True if the call is complete, so that a wait would return at once."""
         if not self._work.is_completed():
             return False
         _end(self._call, self._audience)
         return True
 
     def get_future(self) -> Any:
-        """Return the future of the result; C++ code may wait for this future."""
+        """Return the future of the call's result.  C++ code may wait for this future."""
         self._call.is_in_cpp = True
         return torch_internals.future_of(self._work)
 

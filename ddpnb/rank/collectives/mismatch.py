@@ -1,11 +1,11 @@
 """The check that all ranks call the same collective, before the backend gets the call (ranks).
 
 If ranks call one collective with tensors of different sizes, gloo kills the process.  To prevent
-this, each rank writes its last calls of each group to a ring in a file that the host's ranks share.
-After it writes a call, the rank reads the other ranks' calls with the same number.  Each write and
-each read holds a lock, which orders memory.  So if two ranks write at the same time, at least one
-of them finds the other rank's call.  A rank that finds a different call raises an error, so at most
-one of two different calls reaches the backend.  ddpnb then releases the rank that waits there.
+this, a host's ranks share a file for each group, and each rank writes its last calls to this file.
+After writing a call, a rank reads the other ranks' calls with the same number.  Each write and each
+read holds a lock that orders memory accesses.  If two ranks write at the same time, at least one of
+them finds the other rank's call.  A rank that finds a different call raises an error, so at most
+one of the two calls reaches the backend.  ddpnb then releases the rank that waits in the backend.
 """
 
 import contextlib
@@ -34,23 +34,23 @@ from ddpnb.rank.collectives.table import METHODS, NO_ROOT, Call
 from ddpnb.rank.stack import users_line
 
 NOT_COMPARED = -1
-"""The size of a call in which the ranks' tensors may have different sizes."""
+"""The value of ``Entry.size`` for a call in which the ranks' tensors may have different sizes."""
 NUM_KEPT: Final = 64
-"""The calls kept for each rank.  A rank that is further behind cannot compare its calls."""
+"""Number of calls that a file keeps for each rank.  Ranks cannot compare older calls."""
 TEXT_BYTES: Final = 140
 _ENTRY: Final = struct.Struct(f"<{TEXT_BYTES}sIIqQ")
-"""The text, the checksum, the shape's checksum, the size and the number of a call."""
+"""The format of an entry: text, checksum, checksum of the shape, size and number of a call."""
 _KEY: Final = struct.Struct("<IIqQ")
-"""The end of an entry, which is compared."""
+"""The format of the end of an entry, without the text.  Ranks compare only this part."""
 _RANK_BYTES: Final = NUM_KEPT * _ENTRY.size
 POLL_SECONDS = 0.001
 SETTLE_SECONDS = 0.05
-"""How long a rank waits before it raises an error about a different call.  The other rank may
-withdraw that call, and the error also names ranks that arrive a little later."""
+"""Seconds that a rank waits before it raises an error about a different call.  In this time, the
+other rank may withdraw its call.  The error also names calls that ranks make in this time."""
 
 
 class CollectiveMismatchError(RuntimeError):
-    """The ranks of a group make different calls, or the same call with unequal tensors."""
+    """Raised if a group's ranks make different calls, or the same call with unequal tensors."""
 
 
 @final
@@ -59,16 +59,16 @@ class MismatchCheck(intercept.Listener):
 
     def __init__(self) -> None:
         self._prefix = Path()
-        """The beginning of the path of each group's file."""
+        """The prefix of the paths of all groups' files."""
         self._logs: WeakKeyDictionary[Any, CollectiveLog | None] = WeakKeyDictionary()
-        """The log of each group; None if the group's calls are not compared."""
+        """The log of each group, or None if ddpnb does not compare the group's calls."""
         self._num_opened: Counter[str] = Counter()
         self._is_exact = False
 
     def start(self, folder: Path, generation: int, *, is_exact: bool = False) -> None:
         """Start again with a new default group, and remove the files of older groups.
 
-        ``folder`` is the run folder.  ``is_exact``: also compare the shapes of the tensors.
+        ``folder`` is the run folder.  If ``is_exact``, ranks also compare the tensors' shapes.
         """
         self._is_exact = is_exact
         self._prefix = folder / f"calls-{generation}-"
@@ -82,12 +82,12 @@ class MismatchCheck(intercept.Listener):
 
     @property
     def num_made(self) -> int:
-        """The number of calls that this rank has made in the default group; 0 if unknown."""
+        """Number of calls that this rank has made in the default group, or 0 if unknown."""
         log = self._logs.get(dist.group.WORLD) if dist.is_initialized() else None
         return (log and log.num_made) or 0
 
     def num_calls(self) -> dict[str, int | None]:
-        """Return the number of this rank's calls in each group; see ``CollectiveLog.num_made``."""
+        """Return the number of this rank's calls in each group, or None if it is unknown."""
         found: dict[str, int | None] = {}
         for group in torch_internals.process_groups():
             log = self._logs.get(group)
@@ -99,7 +99,7 @@ class MismatchCheck(intercept.Listener):
 
         Raises:
             CollectiveMismatchError: another rank has made a different call.
-            ValueError: gloo would send or receive GPU memory, which kills the process.
+            ValueError: a message has a GPU tensor, with which gloo would kill the process.
         """
         if call.collective.is_message:
             (tensor,) = call.tensors
@@ -125,12 +125,12 @@ class MismatchCheck(intercept.Listener):
             call.notes[self].take_back(is_certain=isinstance(error, Exception))
 
     def _open(self, call: Call) -> "CollectiveLog | None":
-        """Return the log of a new group; None for fewer than two known ranks or on a full disk."""
+        """Return a new group's log, or None if it has one rank, is unknown, or the disk is full."""
         group, ranks, log = call.group, call.ranks, None
-        if not ranks:  # torch.distributed does not know this group, or not yet
+        if not ranks:  # torch.distributed does not know this group (yet)
             return None
         if len(ranks) > 1:
-            # Torch gives the name of a destroyed group to a new group.
+            # Torch reuses the name of a destroyed group for a new group.
             name = hashlib.sha256(f"{group.group_name} {sorted(ranks)}".encode()).hexdigest()[:16]
             self._num_opened[name] += 1
             path = Path(f"{self._prefix}{name}-{self._num_opened[name]}")
@@ -145,21 +145,21 @@ def missing_features() -> tuple[str, ...]:
     names = sorted({each.name for each in METHODS.values() if not intercept.is_known(each)})
     if not names or not torch_internals.intercepts_collectives.works:
         return ()  # the probe itself reports that no collective can be compared
-    lost = f"ddpnb cannot compare {', '.join(names)} before they run; `--check` still does"
+    lost = f"only `--check` can compare these calls before they run: {', '.join(names)}"
     return (sentence("torch", lost),)
 
 
 class Entry(NamedTuple):
-    """The record that a rank writes about a call."""
+    """The record of a call that a rank writes to the group's file."""
 
     checksum: int
     """Checksum of the call's name, root and dtype."""
     shape: int
     """Checksum of the shape.  If only the shapes differ, ddpnb warns and allows the call."""
     size: int
-    """Elements in the call's tensors, or ``NOT_COMPARED``.  ``[4]`` and ``[2, 2]`` match."""
+    """Number of elements in the call's tensors, or ``NOT_COMPARED``.  Shapes do not matter."""
     text: str
-    """Description for users, such as ``"broadcast from rank 0 with Float [3]"``."""
+    """Description of the call, such as ``"broadcast from rank 0 with Float [3]"``."""
 
     def matches(self, other: "Entry") -> bool:
         """Return True if two ranks' calls are compatible."""
@@ -168,7 +168,7 @@ class Entry(NamedTuple):
 
 
 def entry_of(call: Call, ranks: Sequence[int]) -> Entry:
-    """Return the entry of a call; ``ranks`` are the group's ranks."""
+    """Return the entry of a call in a group with the given ranks."""
     name, tensors = call.name, call.tensors
     if call.root != NO_ROOT:
         name = f"{name} {call.collective.root_is} rank {ranks[call.root]}"
@@ -190,12 +190,12 @@ class CollectiveLog:
     """The log of one group's calls.
 
     Args:
-        path: the group's file; the first rank creates it.
+        path: the group's file.  The first rank creates the file.
         place: this rank's number in the group.
         ranks: the group's ranks, numbered as in the default group.
 
     Raises:
-        OSError: there is no room for the file.
+        OSError: there is no space for the file.
     """
 
     def __init__(self, path: Path, *, place: int, ranks: Sequence[int]) -> None:
@@ -209,11 +209,11 @@ class CollectiveLog:
 
     @property
     def num_made(self) -> int | None:
-        """The number of this rank's calls; None if unknown, because a call was interrupted."""
+        """Number of this rank's calls, or None if an interrupt has made the number unknown."""
         return self._num_calls if self._is_certain else None
 
     def write(self, entry: Entry, line: str = "") -> None:
-        """Write this rank's next call, made on the user's ``line``, and compare it with others.
+        """Write this rank's next call and the user's line, and compare it with other ranks' calls.
 
         Raises:
             CollectiveMismatchError: another rank's call still differs after ``SETTLE_SECONDS``.
@@ -237,7 +237,7 @@ class CollectiveLog:
             elif other_shape != entry.shape and size != NOT_COMPARED:
                 calls = _spoken(self._entries(number))
                 warnings.warn(
-                    f"{calls}: the shapes differ, so elements are combined in memory order",
+                    f"{calls}. The shapes differ, so elements are combined in memory order.",
                     stacklevel=2,
                 )
                 return
@@ -251,7 +251,7 @@ class CollectiveLog:
             self._num_calls -= 1
 
     def _settle(self, entry: Entry, number: int) -> None:
-        """Wait until other ranks withdraw their differing calls; raise an error if they do not."""
+        """Wait until other ranks withdraw their different calls.  Otherwise raise an error."""
         seen: dict[int, Entry] = {}
         deadline = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < deadline:
@@ -263,7 +263,7 @@ class CollectiveLog:
         raise CollectiveMismatchError(f"the calls of the ranks do not match: {_spoken(seen)}")
 
     def _entries(self, number: int) -> dict[int, Entry]:
-        """Return the written calls with the given number, by rank, each with the user's line."""
+        """Return the entry of each rank that has already written the call with this number."""
         found = {}
         for place, rank in enumerate(self.ranks):
             start = place * _RANK_BYTES + number % NUM_KEPT * _ENTRY.size

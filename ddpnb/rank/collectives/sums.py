@@ -1,11 +1,11 @@
 """Sums of tensors over the ranks of one host, in shared memory (ranks).
 
-Sockets would take most of a step if many ranks share few cores.  Rank r adds up part r of all
-tensors in the order of gloo's ring (``gloo/allreduce.cc``), so the sum has the same bits.  Rank
-r - 1 sends its numbers of that part, rank r - 2 adds its numbers, and so on around to rank r.
+If many ranks share few cores, sockets would take most of a step.  Instead, rank r adds up part r
+of all tensors, in the order of gloo's ring (``gloo/allreduce.cc``).  So the sum is bitwise equal to
+gloo's sum.  In gloo's ring, rank r - 1 sends part r, rank r - 2 adds its numbers, and so on.
 
 Sums alternate between two sets of slots, so no rank overwrites numbers that another rank still
-reads.  If a rank begins sum t, all ranks have begun sum t - 1 and therefore finished sum t - 2.
+reads.  When a rank begins sum t, all ranks have begun sum t - 1 and therefore finished sum t - 2.
 """
 
 import itertools
@@ -32,28 +32,28 @@ class SharedSums:
     """Shared memory that sums the tensors of each group."""
 
     path: Path
-    """Prefix of the files in the run folder that the ranks share."""
+    """Path prefix of the files that the ranks share in the run folder."""
     check: Callable[[], None]
-    """Raises an error if this rank should stop waiting."""
+    """Function that raises an error if this rank should stop waiting."""
     waiting: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Returns the context manager that surrounds each wait for other ranks."""
+    """Function that returns a context manager for a wait for other ranks."""
 
     def __post_init__(self) -> None:
         self._slots: dict[str, Tensor] = {}
-        """The slots in each file; shape (ranks, bytes)."""
+        """The slots in each file, as a tensor of shape (ranks, bytes)."""
         self._boards: dict[str, Board] = {}
         self._numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-        """The number of the next sum of each group."""
+        """Counter of the sums of each group."""
 
     def add(self, group: Any, flat: Tensor) -> None:
-        """Sum a tensor over a group, in place; takes part: every rank of the group.
+        """Sum a tensor over a group, in place.  Every rank of the group takes part.
 
         Args:
             group: a process group on this host.
-            flat: a contiguous CPU tensor of shape (n,); n and dtype are equal on all ranks.
+            flat: a contiguous CPU tensor of shape (n,), with the same n and dtype on all ranks.
 
         Raises:
-            RuntimeError: a rank has left.
+            RuntimeError: a rank of the group has ended.
         """
         own, num_ranks, name = group.rank(), group.size(), group.group_name
         number = next(self._numbers[name])
@@ -75,7 +75,7 @@ class SharedSums:
             flat[parts[rank]] = slots[rank][parts[rank]]
 
     def close(self) -> None:
-        """Remove the files.  May be called twice."""
+        """Remove the files.  Calling ``close`` twice is safe."""
         for name in self._slots:
             Path(name).unlink(missing_ok=True)
         self._slots.clear()
@@ -83,7 +83,7 @@ class SharedSums:
             board.close()
 
     def _wait_for_sums(self, group: Any, number: int) -> None:
-        """Wait until all ranks have added up their parts; each part takes the same time."""
+        """Wait until all ranks have added up their parts.  All parts have the same size."""
         name = group.group_name
         if name not in self._boards:
             path = self.path.with_name(f"{self.path.name}.{name}.sums")
@@ -93,7 +93,7 @@ class SharedSums:
             self._boards[name].read(number, rank)
 
     def _slots_for(self, group: Any, num_bytes: int, number: int) -> Tensor:
-        """Return slots for the tensors of all ranks; each power of two has its own mapping."""
+        """Return slots for the tensors of all ranks, rounded up to a power of two in size."""
         size = 1 << (num_bytes - 1).bit_length()
         name = f"{self.path}.{group.group_name}.{size}.{number % 2}.sum"
         if name not in self._slots:
@@ -103,7 +103,7 @@ class SharedSums:
 
 
 def _part_bytes(flat: Tensor, num_ranks: int) -> int:
-    """Return the bytes that one rank adds up, namely its segments in gloo's ring."""
+    """Return the number of bytes that one rank adds up: its segments in gloo's ring."""
     num = max(math.ceil(flat.nbytes / _SEGMENT_BYTES), 2 * num_ranks)
     num_per_rank = math.ceil(num / num_ranks)
     each = math.ceil(flat.nbytes / (num_per_rank * num_ranks))

@@ -1,4 +1,4 @@
-"""The calls of ``torch.distributed``, and the collective that each call makes (ranks)."""
+"""The collectives of ``torch.distributed``, and this rank's calls of them (ranks)."""
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -21,16 +21,16 @@ class Collective:
     """Name of the function that users call."""
     operation: str
     num_tensors: int
-    """Number of the operation's arguments before its group."""
+    """Number of arguments that the operation takes before the group."""
     _: KW_ONLY
     tensor: int | None = 0
-    """Index of the input tensor argument, or of the output if a rank may have no input; None
-    without tensors."""
+    """Index of the argument with the input tensors, or with the output tensors if a rank may have
+    no input.  None if the collective has no tensors."""
     root: int | None = None
-    """Index of the root among the operation's arguments after its group; None without a root."""
+    """Index of the root among the arguments after the group, or None if there is no root."""
     root_is: Literal["from", "to", ""] = ""
     equal: Literal["always", "on CPUs", "unless split", "never"] = "always"
-    """Condition for equal tensor sizes.  NCCL, unlike gloo, allows unequal sizes in some calls."""
+    """Condition for equal tensor sizes.  Unlike gloo, NCCL allows unequal sizes in some calls."""
     is_message: bool = False
     """True if only two ranks take part: this rank and the rank in the call's second argument."""
 
@@ -63,7 +63,7 @@ _COLLECTIVES = (
 )
 
 METHODS = {each.operation.removesuffix("_"): each for each in _COLLECTIVES}
-"""The collectives by the names of their methods in ``ProcessGroup``."""
+"""The collective of each method of ``ProcessGroup``, with the method's name as the key."""
 
 METHODS |= {
     "recv_anysource": METHODS.pop("recv_any_source"),
@@ -73,7 +73,7 @@ METHODS |= {
     "reduce_scatter_single_coalesced": METHODS["reduce_scatter_tensor_coalesced"],
     "all_to_all_single": METHODS["alltoall_base"],
 }
-"""Method names that differ from the operation's name, in all or in newer versions of torch."""
+"""Methods that do not have the name of their operation, in all or in newer versions of torch."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,18 +83,18 @@ class Call:
     collective: Collective
     group: Any
     arguments: Sequence[Any]
-    """Arguments of the method, or of the operation without its group."""
+    """Arguments of the method, or arguments of the operation except the group."""
     root: int
-    """The root's number in the group; ``NO_ROOT`` without a root."""
+    """The root's number in the group, or ``NO_ROOT`` if there is no root."""
     _: KW_ONLY
     is_blocking: bool
-    """True if the caller waits for the end at once."""
+    """True if the caller immediately waits for the end of the call."""
     is_in_cpp: bool = False
     """True if torch's C++ code makes the call, such as DDP's code in the backward pass."""
     is_ended: bool = False
     """True if the backend has completed the call."""
     notes: dict[object, Any] = field(default_factory=dict)
-    """The listeners' data about this call, with the listener as the key."""
+    """Data that the listeners store about this call, with the listener as the key."""
 
     @property
     def name(self) -> str:
@@ -109,7 +109,7 @@ class Call:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of ``tensors``."""
+        """Total size of ``tensors`` in bytes."""
         return num_bytes(self.tensors)
 
     @property
@@ -124,7 +124,7 @@ class Call:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The group's ranks, numbered as in the default group; empty if unknown."""
+        """The group's ranks, numbered as in the default group.  Empty if they are unknown."""
         try:
             return tuple(dist.get_process_group_ranks(self.group))
         except KeyError:
@@ -132,17 +132,17 @@ class Call:
 
     @property
     def messages(self) -> Messages:
-        """The sequence of messages on the busiest link; empty if the group has one rank."""
+        """The successive messages on the busiest link.  Empty if the group has only one rank."""
         algorithm, num_ranks = algorithm_of(self.name), self.group.size()
-        assert algorithm is not None, "each collective of METHODS has one"
+        assert algorithm is not None, "each collective of METHODS has an algorithm"
         return algorithm.cost(self.num_bytes, num_ranks) if num_ranks > 1 else Messages(0)
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """Bytes that this rank sends and receives, according to the usual algorithms.
+        """Number of bytes that this rank sends and receives, according to the usual algorithms.
 
-        The bytes are those on the busiest link.  If the collective has a root, such as a broadcast,
-        only the root counts them.  Every other rank counts the bytes of its tensors.
+        These are the bytes on the busiest link.  If the collective has a root, only the root counts
+        the bytes on this link.  Every other rank counts the bytes of its own tensors.
         """
         collective, carried = self.collective, round(self.messages.num_bytes)
         if collective.is_message:

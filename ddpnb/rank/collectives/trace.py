@@ -1,8 +1,8 @@
 """Traces the collectives and messages of a cell (ranks).
 
 A span begins when ddpnb calls the backend and ends when the backend's work is complete.  If no
-caller waits for the work, a thread of gloo reports the end to Python.  The recorded end may then
-be late, because the thread needs the GIL.  All ranks of a host share ``time.monotonic``.
+caller waits for the work, a thread of gloo reports the end to Python.  The recorded end may be
+late, because this thread needs the GIL.  All ranks of a host share the clock ``time.monotonic``.
 """
 
 import time
@@ -18,9 +18,9 @@ from ddpnb.rank.collectives.table import Call
 from ddpnb.rank.stack import users_line
 
 MAX_SPANS: Final = 20_000
-"""The most spans that a rank keeps; later spans are only counted."""
+"""Maximum number of spans that a rank keeps.  Later spans are only counted."""
 LATE_END_S: Final = 0.1
-"""Seconds that a cell's end waits at most for gloo's threads to report completed calls."""
+"""Maximum seconds to wait, at the end of a cell, for gloo's threads to report completed calls."""
 
 
 @final
@@ -33,7 +33,7 @@ class TraceRecorder(Listener):
 
     def __init__(self, rank: int) -> None:
         if not (probe := torch_internals.intercepts_collectives).works:
-            raise UserError(f"{probe.sentence}. Tracing is off too: run without --trace.")
+            raise UserError(f"{probe.sentence}. So --trace cannot work. Remove --trace.")
         self._rank = rank
         self._calls: list[dict[str, Any]] = []  # the calls themselves would keep tensors alive
         self._num_dropped = 0
@@ -63,7 +63,7 @@ class TraceRecorder(Listener):
         self.ended(call)
 
     def spans(self) -> RankSpans:
-        """Return the recorded spans; a call that is still running ends now."""
+        """Return the recorded spans.  If a call is still running, its span ends now."""
         now = time.monotonic()
         while self._num_open() and time.monotonic() < now + LATE_END_S:
             time.sleep(0.001)  # gloo's thread may not have reported DDP's last all-reduce yet
@@ -81,7 +81,7 @@ class TraceRecorder(Listener):
 
 
 def _ranks_of(call: Call) -> tuple[int, ...]:
-    """Return the ranks of a call's group; for a message, the sender (if known) and receiver."""
+    """Return the ranks of a call's group, or a message's sender (if known) and receiver."""
     if not call.collective.is_message:
         return call.ranks
     own = dist.get_rank()

@@ -1,11 +1,11 @@
-"""Emulated devices: gradients are real, and times are computed (ranks).
+"""Emulated devices compute real gradients, and a formula gives the time of each step (ranks).
 
     seconds of a step  =  f * (1 + u) * (p * a + c * n) + s
 
-n: the worker's samples in this step; c: the seconds of a sample; a: the micro-batches;
-p: the fixed seconds of a pass, for any number of samples; f, s: the factor and the seconds of
-``--slow``; u: a random number between 0 and ``--jitter``, given by the seed, the rank and the step.
-The formula gives the time at which a worker is ready.  ddpnb measures no times during training.
+n: number of the worker's samples in this step; c: seconds per sample; a: number of micro-batches;
+p: fixed seconds per pass, for any number of samples; f, s: factor and seconds of ``--slow``;
+u: random number between 0 and ``--jitter``, which depends on the seed, the rank and the step.
+The formula gives the time at which a worker is ready.  ddpnb does not measure training times.
 """
 
 import math
@@ -20,9 +20,9 @@ from ddpnb.protocol.devices import Compute, Devices
 from ddpnb.protocol.notation import Slow
 
 TRIAL_SECONDS = 2.0
-"""Seconds for which ddpnb measures a core."""
+"""Seconds for which ddpnb measures the speed of a core."""
 LEAST_TRIALS = 3
-"""The fewest measured steps.  The first step is slower, because caches are cold."""
+"""Minimum number of measured steps.  The first step is slower, because caches are cold."""
 
 
 @final
@@ -32,13 +32,13 @@ class ComputeTimes:
 
     compute: Compute
     num_passes: int = 1
-    """Micro-batches per step."""
+    """Number of micro-batches per step."""
     slow: Sequence[Slow] = ()
     jitter: float = 0.0
     seed: int = 0
 
     def factor(self, rank: int, step: int) -> float:
-        """Return the factor by which a rank's computing is slower in a step."""
+        """Return the factor by which a rank computes more slowly in a step."""
         factor = 1.0
         if self.jitter:
             factor += self.jitter * random.Random(f"{self.seed} {rank} {step}").random()
@@ -52,7 +52,7 @@ class ComputeTimes:
         return sum(fault.seconds for fault in self.slow if fault.rank == rank)
 
     def work(self, num_samples: int, num_passes: int = 1) -> float:
-        """Return the seconds of passes over ``num_samples`` in total, without slowdown."""
+        """Return the seconds to compute all samples in ``num_passes`` passes, without slowdown."""
         return self.compute.of(num_samples) + (num_passes - 1) * self.compute.fixed
 
     def step(self, rank: int, step: int, num_samples: int) -> float:
@@ -69,20 +69,21 @@ class Laboratory:
     devices: Devices
     times: ComputeTimes
     num_bytes: int
-    """Bytes of the gradients of the model that is trained."""
+    """Size of the trained model's gradients in bytes."""
     num_in_shard: Callable[[Any], int] = lambda _: 0
-    """Returns the number of samples in a shard."""
+    """Function that returns the number of samples in a shard."""
 
     @cached_property
     def scale(self) -> float:
-        """Bytes of the emulated model per byte of the trained model."""
+        """Gradient bytes of the emulated model, divided by gradient bytes of the trained model."""
         return (self.devices.num_gradient_bytes or self.num_bytes) / max(self.num_bytes, 1)
 
 
 def measured(make: Callable[[], object], num_samples: int) -> Compute:
-    """Return this thread's computing speed, from the processor time of the fastest of many steps.
+    """Return this thread's computing speed in the fastest of many steps.
 
-    Other programs hardly change this time.  ``make`` makes a step on ``num_samples`` samples.
+    ddpnb measures processor time, because other programs hardly affect it.  Each call of ``make``
+    must make a step on ``num_samples`` samples.
     """
     fastest = math.inf
     trials, end = 0, time.monotonic() + TRIAL_SECONDS

@@ -1,8 +1,8 @@
-"""The clock of an emulated device: it computes time instead of waiting (ranks).
+"""The clock of an emulated device computes times instead of waiting (ranks).
 
-The length of a compute phase is known when the phase begins.  A call in the phase is issued after a
-share of this length.  The share is the part of the phase's bytes that has been issued so far.  So
-one of DDP's buckets is ready when the same part of the backward pass is over.
+The length of a compute phase is known when the phase begins.  When the phase issues a call, the
+clock advances by a share of this length.  The share is the fraction of the phase's bytes that has
+been issued so far.  For example, half of DDP's bytes are issued after half of the backward pass.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from ddpnb.rank.meter import Meter, Moment, Phase, completed
 
 @final
 class VirtualClock(Meter):
-    """Virtual time of one device, or of the slowest device if a process emulates several."""
+    """Virtual time of a device, or of the slowest device if a process emulates several devices."""
 
     num_steps_ahead = 0
 
@@ -29,33 +29,33 @@ class VirtualClock(Meter):
         self.seconds = 0.0
         """Virtual seconds since the run began."""
         self.is_paused = False
-        """True if exchanges take no time now."""
+        """True while exchanges take no time."""
         self.laboratory = laboratory
         self.scale = laboratory.scale
         self._ranks = ranks
         self._usual_bytes = laboratory.scale * laboratory.num_bytes
-        """Bytes of the gradients: the assumed bytes of a phase until one phase has ended."""
+        """Gradient size in bytes.  ddpnb assumes this size for a phase that has not ended yet."""
         self._phase: Phase = "data"
         self._since = 0.0
         self._spent: dict[str, float] = {}
         self._step = 0
         self._delay_left = 0.0
         self.settle: Callable[[], None] = lambda: None
-        """Advances to the end of the exchanges that C++ code has issued and waited for."""
+        """Function that advances to the end of the exchanges that C++ code has waited for."""
         self._unplanned = 0
-        """Samples of a step without a compute phase so far."""
+        """Number of samples of a step until the step's first compute phase begins, then 0."""
         self._computing: Phase = "data"
         """The compute phase to which ``_length`` and ``_progress`` belong."""
         self._length, self._progress = 0.0, 1.0
         self._num_issued = self._num_produced = 0.0
-        """Bytes that the phase has issued, and bytes of gradients that the phase has produced."""
+        """Numbers of bytes that the phase has issued and of gradient bytes that it has produced."""
         self._all_issued: dict[Phase, float] = {}
-        """Bytes that each phase had issued when it last ended."""
+        """Number of bytes that each phase had issued when the phase last ended."""
 
     # -- a step -----------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start counting, once per run.  A worker that joins later starts at its current time."""
+        """Start to count time, once per run.  If a worker joins later, it counts from then on."""
         self._since = self.seconds
         self._phase, self._spent = "data", {}
 
@@ -65,7 +65,7 @@ class VirtualClock(Meter):
         self._delay_left = max(self.laboratory.times.delay(rank) for rank in self._ranks)
 
     def begin(self, phase: Phase, at: Moment = None) -> Phase:
-        """Count the time from now on as ``phase``."""
+        """Count the time after ``at`` (default: now) as ``phase``; return the previous phase."""
         before, until = self._phase, self.seconds if at is None else at
         self._spent[before] = self._spent.get(before, 0.0) + until - self._since
         self._since, self._phase = until, phase
@@ -113,15 +113,15 @@ class VirtualClock(Meter):
         return [completed(step, self.seconds, parts, values)]
 
     def stop(self) -> list[StepEvent]:
-        """Return an empty list: ``timing`` has already returned every step."""
+        """Return an empty list, because ``timing`` has already returned every step."""
         return []
 
     def end(self) -> None:
-        """Do nothing: ``seconds`` already includes the time after the last step."""
+        """Do nothing, because ``seconds`` already includes the time after the last step."""
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Count no time in this context, because its work belongs to no step."""
+        """Count no time in this context, because the work in it does not belong to a step."""
         self.is_paused = True
         try:
             yield
@@ -131,10 +131,10 @@ class VirtualClock(Meter):
     # -- computing and exchanging -----------------------------------------------------------
 
     def issue(self, num_bytes: float, *, is_needed: bool) -> tuple[float, float]:
-        """Advance to the time of a call; return when its first and last bytes are ready.
+        """Advance to the time of a call; return the times when its first and last bytes are ready.
 
-        ``is_needed``: later computation needs the result, as with FSDP's gathers.  Otherwise
-        earlier computation has produced the bytes that the call sends.
+        ``is_needed`` is True if later computation needs the call's result, as for FSDP's gathers.
+        It is False if earlier computation has produced the bytes that the call sends.
         """
         self._compute_unplanned()
         if self._progress >= 1.0:
@@ -154,7 +154,7 @@ class VirtualClock(Meter):
             self._all_issued[self._computing], self._num_issued = self._num_issued, 0.0
 
     def _compute_unplanned(self) -> None:
-        """Charge the time of a whole step if the strategy has not announced its phases."""
+        """Advance by the time of a whole step if the strategy has not begun a compute phase."""
         num_samples, self._unplanned = self._unplanned, 0
         if num_samples:
             self.compute("forward", num_samples)

@@ -1,9 +1,9 @@
 """The times of ``torch.distributed`` calls on emulated devices (ranks).
 
-A collective begins when the last of its ranks is ready and this rank's link is free.  The costs of
-its messages (``costs``) give its duration.  A message begins when its sender is ready.  All calls
-pass through the interceptor: DDP's calls from C++, FSDP's gathers, a hand-written ring and a user's
-own class.
+A collective begins when the last of its ranks is ready and this rank's link is free.  Its duration
+is the cost of its messages (see ``ddpnb.protocol.costs``).  A message between two ranks begins when
+the sender is ready.  The interceptor gets all calls, for example from DDP's C++ code, from FSDP and
+from the user's own code.
 """
 
 import contextlib
@@ -28,21 +28,21 @@ from ddpnb.rank.collectives.table import Call
 from ddpnb.rank.laboratory.clock import VirtualClock
 
 LEAST_BYTES: Final = 1 << 14
-"""The fewest bytes of a tensor that is summed in shared memory.  Below this, gloo is as fast."""
+"""Minimum bytes of a tensor that is summed in shared memory.  Gloo sums smaller tensors as fast."""
 GATHERS = ("all_gather", "broadcast", "scatter")
-"""The collectives with results that the caller needs for its next computation."""
+"""Prefixes of the names of collectives that provide input for the caller's next computation."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Pending:
-    """A call that has been issued; ddpnb has not computed its end yet."""
+    """A call that has been issued, but ddpnb has not computed the end of the call yet."""
 
     call: Call
     board: Board
     number: int
     num_parts: int
     seconds: float
-    """Seconds of each part."""
+    """Seconds that each part of the call takes."""
     end: float = math.nan
 
 
@@ -54,9 +54,9 @@ class Exchanges(Listener):
     clock: VirtualClock
     """The clock of this rank's device."""
     path: Path
-    """Prefix of the files in the run folder that the ranks share."""
+    """Path prefix of the files that the ranks share in the run folder."""
     check: Callable[[], None]
-    """Raises an error if this rank should stop waiting."""
+    """Function that raises an error if this rank should stop waiting."""
 
     def __post_init__(self) -> None:
         laboratory = self.clock.laboratory
@@ -67,12 +67,12 @@ class Exchanges(Listener):
         self._boards: dict[str, Board] = {}
         self._sums = SharedSums(self.path, self.check)
         self._numbers: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
-        """Next number of a group's collectives (key -1) and of each rank pair's messages."""
+        """Counters of a group's collectives (key -1) and of the messages of each pair of ranks."""
         self._pending: deque[_Pending] = deque()
         self.ends: deque[float] = deque(maxlen=1000)
         """End times of the latest collectives."""
         self._free = 0.0
-        """Time at which this rank's link is free of collectives."""
+        """Time from which this rank's link is free for the next collective."""
         self._sends_until = self._receives_until = 0.0
 
     def begin(self, call: Call) -> None:
@@ -110,7 +110,7 @@ class Exchanges(Listener):
         self._pending.append(pending)
 
     def make(self, call: Call) -> Any:
-        """Make an all-reduce in shared memory if its tensor is large enough and of a known kind."""
+        """Make an all-reduce in shared memory if it sums one large float tensor on the CPU."""
         tensors, arguments = call.tensors, call.arguments
         if call.name != "all_reduce" or call.group.size() == 1 or len(tensors) != 1:
             return None
@@ -139,7 +139,7 @@ class Exchanges(Listener):
             self._settle(waited_for[-1])
 
     def _end(self, pending: _Pending) -> None:
-        """Compute the end of a call.  The part that the clock has already passed was hidden."""
+        """Compute the end of a call.  Count the part before the clock's current time as hidden."""
         places = range(pending.call.group.size())
         ready = [pending.board.read(pending.number, place) for place in places]
         now = self.clock.seconds
@@ -151,7 +151,7 @@ class Exchanges(Listener):
     # -- messages ---------------------------------------------------------------------------
 
     def _begin_message(self, call: Call) -> None:
-        """Post the departure of a sent message, or prepare to wait for a received message."""
+        """Post the time at which a message is sent, or prepare to wait for a message."""
         self.clock.computed()
         if call.collective.is_from_any:
             return  # the sender is not known yet
@@ -177,7 +177,7 @@ class Exchanges(Listener):
         call.notes[self] = receive
 
     def close(self) -> None:
-        """Remove the files.  May be called twice."""
+        """Remove the files.  Calling ``close`` twice is safe."""
         for board in self._boards.values():
             board.close()
         self._sums.close()

@@ -1,9 +1,9 @@
 """Serves a parameter server's emulated workers in order of virtual time (rank 0).
 
 When a worker takes a shard, ddpnb computes when the worker's gradient will arrive.  The server
-waits for the real gradient of the worker that is first in virtual time.  Other workers may be
-faster in real time.  The server's link receives one gradient and sends one copy of the parameters
-at a time.  Rank 0's own worker needs no link.
+waits for the real gradient of the worker that is first in virtual time, even if other workers are
+faster in real time.  The server receives only one gradient at a time, and sends the parameters to
+only one worker at a time.  The worker on rank 0 does not need the server's link.
 """
 
 import math
@@ -34,24 +34,24 @@ class VirtualOrder:
     num_workers: int
     """Number of workers that begin together at time 0."""
     shard: Callable[[int], Any]
-    """Returns the shard with a number in the queue."""
+    """Function that returns the shard with the given number in the queue."""
 
     def __post_init__(self) -> None:
         self.now = 0.0
         """Time at which the latest request arrived."""
         workers = range(self.num_workers)
         self._ready = dict.fromkeys(workers, 0.0)
-        """Time of each worker's next request; infinite if the worker waits or has ended."""
+        """Time of each worker's next request.  Infinite if the worker waits or has ended."""
         self._received = dict.fromkeys(workers, 0.0)
         """Time at which each worker received its latest shard."""
         self._steps = dict.fromkeys(workers, 0)
         self._is_here: set[int] = set()
-        """Workers that need no link now: their request arrived before or has no gradient."""
+        """Workers with a request that has already arrived or that has no gradient to send."""
         self._in_until = self._out_until = 0.0
-        """Times at which the server's link is free, in both directions."""
+        """Times from which the server's link is free to receive and to send."""
 
     def is_next(self, rank: int) -> bool:
-        """Return True if this worker's request arrives first; on a tie the lower rank is first."""
+        """Return True if this worker's request arrives first.  On a tie, the lower rank wins."""
         mine = self._arrival(rank), rank
         return all((self._arrival(other), other) >= mine for other in self._ready)
 
@@ -64,9 +64,9 @@ class VirtualOrder:
         self._is_here.discard(rank)
 
     def reply(self, rank: int, shard: int | None, *, is_first: bool = False) -> float:
-        """Send a worker the parameters and the next shard now; return when the worker has them.
+        """Send a worker the parameters and the next shard now, and return their time of arrival.
 
-        Without a shard the worker has ended.  ``is_first``: all workers begin, and they already
+        If ``shard`` is None, the worker has ended.  If ``is_first``, all workers begin and already
         have the parameters.
         """
         received = self.now
@@ -88,7 +88,7 @@ class VirtualOrder:
         self._is_here.add(rank)
 
     def lose(self, rank: int) -> None:
-        """Expect a new process for a worker that has died before its step."""
+        """Expect a new process that replaces a worker that has died."""
         self._ready[rank] = self._received[rank] + RETURN_SECONDS
         self._steps[rank] = 0
         self._is_here.add(rank)
@@ -98,7 +98,7 @@ class VirtualOrder:
         self._ready[rank] = math.inf
 
     def abandon(self, ranks: Collection[int]) -> bool:
-        """Expect no new processes for lost workers; return True if any was expected."""
+        """Stop waiting for new processes of lost workers.  Return True if any were expected."""
         expected = [rank for rank in ranks if self._ready[rank] < math.inf]
         for rank in expected:
             self.leave(rank)
@@ -119,5 +119,5 @@ class VirtualOrder:
         return self.laboratory.devices.link_between((SERVER_RANK, rank))
 
     def _seconds(self, link: LinkSpec) -> float:
-        """Return the seconds that a link needs for a gradient or a copy of the parameters."""
+        """Return the seconds that a link takes to send one gradient or one set of parameters."""
         return Messages(0, self.laboratory.scale * self.laboratory.num_bytes).seconds(link)
