@@ -1,1 +1,1 @@
-"""Inspections of a rank: its steps, its replicas, its samples and its collectives (ranks)."""
+"""Inspections of a rank's steps, replicas, samples and collectives (ranks)."""

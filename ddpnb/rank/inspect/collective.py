@@ -1,7 +1,7 @@
-"""Demonstrates one collective: tensors before and after, time and bytes (ranks).
+"""Demonstrates one collective: its tensors before and after, its time and its bytes (ranks).
 
-The tensor of rank r holds 10 (r + 1) + 0, 1, 2 ..., so each number shows its origin.  The bytes are
-those that the Linux kernel has sent on this process's TCP connections, with gloo's headers.
+The tensor of rank r holds 10 (r + 1) + 0, 1, 2, ..., so each number shows its rank.  The Linux
+kernel counts the bytes that this process sends on TCP connections, including gloo's headers.
 """
 
 import statistics
@@ -17,28 +17,28 @@ from ddpnb.rank.connections import bytes_sent
 from ddpnb.rank.meter import synchronize, timed
 
 NUM_TIMED = 7
-"""The number of timed calls, after one call that is not timed.  ddpnb shows the median."""
+"""Number of timed calls.  One untimed call comes before them.  ddpnb shows the median time."""
 CHUNKED = ("reduce_scatter", "all_to_all")
-"""The collectives in which each rank passes one chunk for each rank."""
+"""Collectives in which the input of each rank consists of one chunk for each rank."""
 NUMBER_BYTES = 4
 FEW_CELLS = 8
-"""The number of elements that ddpnb shows of a tensor."""
+"""Number of elements of a tensor that ddpnb shows."""
 
 
 class _Call(NamedTuple):
     """One call of a collective, and the tensors that it reads and writes."""
 
     given: Tensor | None
-    """The input tensor; None if this rank has no input."""
+    """The input tensor, or None if this rank has no input."""
     got: Tensor | None
-    """The output tensor, which is changed in place; None if this rank has no output."""
+    """The output tensor, which the call changes in place, or None if this rank has no output."""
     make: Callable[[], object]
 
 
 def show(spec: CollectiveSpec, *, device: torch.device) -> CollectiveShown | None:
-    """Run a collective, time it and count its bytes; return None on a rank outside its group.
+    """Run a collective, time it and count its bytes.  On ranks outside its group, return None.
 
-    Takes part: every rank of the cluster.
+    Every rank of the cluster takes part.
     """
     group = dist.new_group(list(spec.ranks))
     if dist.get_rank() not in spec.ranks:
@@ -58,7 +58,7 @@ def _shown(spec: CollectiveSpec, group: dist.ProcessGroup, device: torch.device)
 
     first = _call(spec, group, num, device)
     before = _chunks(first.given, num_ranks if spec.name == "scatter" else num_chunks)
-    dist.barrier(group)  # opens the connections, and all ranks begin together
+    dist.barrier(group)  # opens the connections, and lets all ranks begin together
     sent = bytes_sent()
     first.make()
     synchronize(device)
@@ -108,10 +108,10 @@ def _call(spec: CollectiveSpec, group: dist.ProcessGroup, num: int, device: torc
 
 
 def _median(call: _Call, group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return the median seconds of a call on this rank; all ranks begin each call together."""
+    """Return the median seconds of a call on this rank.  All ranks begin each call together."""
     times = []
     if call.got is not None:
-        call.got.zero_()  # else products overflow
+        call.got.zero_()  # otherwise repeated products would overflow
     for _ in range(NUM_TIMED + 1):
         dist.barrier(group)
         times.append(timed(call.make, device))

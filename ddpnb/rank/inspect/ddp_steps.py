@@ -1,8 +1,8 @@
 """Records the events of a model's steps through DistributedDataParallel (ranks).
 
-An inspection has no side effects: it copies the model and its optimizer, and restores the random
-states.  Hooks record when each gradient is ready and when each bucket's all-reduce begins and ends.
-The hooks run on the threads of the backward pass and on the threads that complete the all-reduces.
+An inspection has no side effects, because it uses copies of the model, and restores the random
+states.  Hooks record when each gradient is ready, and when the all-reduce of each bucket begins and
+ends.  The hooks run on the threads of the backward pass and on the threads of the all-reduces.
 """
 
 import contextlib
@@ -37,16 +37,17 @@ from ddpnb.rank.training.context import Surroundings
 from ddpnb.rank.training.timing import Clock, seconds_between
 
 NUM_WARMUP_STEPS: Final = 3
-"""DDP forms its final buckets after the first step, and newly allocated memory is slow."""
+"""Number of steps before the measurement.  The first steps are slow, because DDP forms its final
+buckets after the first step, and memory is newly allocated."""
 MOST_STEPS, FEWEST_STEPS = 15, 3
 MOST_SECONDS: Final = 2.0
-"""Approximate limit for the total time of the measured steps."""
+"""Approximate maximum of the total time of the measured steps."""
 
 
 def measure(spec: InspectSpec, here: Surroundings) -> tuple[CapReport, ...]:
     """Make steps with each value of ``bucket_cap_mb``, beginning with the model's own value.
 
-    Takes part: every rank, with the same ``spec`` and folder.  ``find`` has accepted the ``spec``.
+    Every rank takes part, with the same ``spec`` and folder.  ``find`` must accept ``spec`` first.
     """
     device, rank = torch.device(here.state.device), here.state.rank
     with preserve_globals(device):
@@ -68,7 +69,7 @@ def measure(spec: InspectSpec, here: Surroundings) -> tuple[CapReport, ...]:
 
 
 def _laboratory(devices: Devices, subject: Subject) -> Laboratory:
-    """Return the emulated devices; measure their computing speed if it is not given."""
+    """Return the emulated devices.  If their computing speed is not given, measure it."""
     model = subject.make_model()
     compute = devices.compute
     if compute is None:
@@ -77,7 +78,7 @@ def _laboratory(devices: Devices, subject: Subject) -> Laboratory:
             lambda: subject.loss_of(model, copied(subject.batch)).backward(), num_samples
         )
         fastest = torch.tensor([found.per_sample], dtype=torch.float64)
-        dist.all_reduce(fastest, op=dist.ReduceOp.MIN)  # takes part: every rank
+        dist.all_reduce(fastest, op=dist.ReduceOp.MIN)  # every rank takes part
         compute = Compute(fastest.item())
     size = num_bytes(each for each in model.parameters() if each.requires_grad)
     return Laboratory(devices=devices, times=ComputeTimes(compute=compute), num_bytes=size)
@@ -92,14 +93,14 @@ class _Step(NamedTuple):
 
 @final
 class _Stepper:
-    """Makes steps with a copy of the subject in a new DDP; hooks record the events."""
+    """Makes steps with a copy of the model in a new DDP wrapper, and records events with hooks."""
 
     def __init__(self, subject: Subject, cap_mb: float, device: torch.device) -> None:
         self._subject = subject
         self._cap_mb = cap_mb
         self.clock: Meter = Clock(device)
         self.ends: deque[float] | None = None
-        """End times of the step's exchanges on emulated devices; None on real devices."""
+        """End times of the step's exchanges on emulated devices, or None on real devices."""
         self._num_samples = len(next(tensors_of(subject.batch)))
         self._model = subject.make_model()
         trained = [each for each in self._model.parameters() if each.requires_grad]
@@ -121,7 +122,7 @@ class _Stepper:
             self._model.register_forward_pre_hook(self._note_buffers)
 
     def report(self) -> CapReport:
-        """Make steps, and return their report.  Takes part: every rank."""
+        """Make steps, and return a report about them.  Every rank takes part."""
         fastest = min(self.step().seconds for _ in range(NUM_WARMUP_STEPS))
         slowest = torch.tensor([fastest], device=self._device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # all ranks make the same number of steps
@@ -139,7 +140,7 @@ class _Stepper:
         )
 
     def step(self) -> _Step:
-        """Make a step.  Takes part: every rank."""
+        """Make a step.  Every rank takes part."""
         self._ready: dict[str, Moment] = {}
         self._sent: dict[int, tuple[Moment, Moment]] = {}
         self._synced: list[Moment] = []
@@ -160,7 +161,7 @@ class _Stepper:
         loss.backward()
         self.clock.computed()
         for (index, (begun, _)), end in zip(self._sent.items(), self.ends or (), strict=False):
-            self._sent[index] = begun, end  # the computed end; DDP's other messages follow
+            self._sent[index] = begun, end  # later ends belong to DDP's other messages
         phases.append(self.clock.moment())
         self._optimizer.step()
         phases.append(self.clock.moment())
@@ -177,7 +178,7 @@ class _Stepper:
             self._synced.append(self.clock.moment())
 
     def _send(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Send a bucket as DDP does; record when the bucket was full and when it has arrived."""
+        """Send a bucket as DDP does, and record when its all-reduce begins and ends."""
         begun, index = self.clock.moment(), bucket.index()
         self._sent[index] = begun, begun
         names = tuple(self._names[id(each)] for each in bucket.parameters())
@@ -191,7 +192,7 @@ class _Stepper:
         return allreduce_hook(None, bucket).then(end)  # type: ignore[arg-type]
 
     def _noted(self, phases: list[Moment]) -> _Step:
-        """Return the recorded step, on the monotonic clock that a host's processes share."""
+        """Return the recorded step, in times of the monotonic clock that a host's ranks share."""
         first = phases[0]
 
         def seconds(moment: Moment) -> float:

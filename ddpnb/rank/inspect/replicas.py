@@ -1,6 +1,6 @@
-"""Digests of this rank's replica, read without changing the replica (ranks).
+"""Computes digests of this rank's replica without changing the replica (ranks).
 
-Each rank answers on its own, without calling a collective.
+A rank does not call a collective for this.
 """
 
 import hashlib
@@ -30,9 +30,9 @@ from ddpnb.rank.variables import held_by, kind_with_group
 
 @torch.no_grad()
 def replica(names: Sequence[str], namespace: Mapping[str, Any], *, rank: int) -> RankReplica:
-    """Return the digests of this rank's variables; reject a name without anything to compare.
+    """Return the digests of this rank's variables.  Reject a variable that has no tensors.
 
-    Without names, return the digests of all modules and optimizers.
+    If ``names`` is empty, return the digests of all modules and optimizers.
     """
     return RankReplica(
         rank=rank,
@@ -61,7 +61,7 @@ def trained(namespace: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def own_names(namespace: Mapping[str, Any]) -> list[str]:
-    """Return the first names of optimizers, and of modules that are not part of another module."""
+    """Return one name per optimizer, and per module that is not a part of another module."""
     names: dict[int, str] = {}
     parts: set[int] = set()
     for name, value in trained(namespace).items():
@@ -72,7 +72,7 @@ def own_names(namespace: Mapping[str, Any]) -> list[str]:
 
 
 def steps_in(namespace: Mapping[str, Any]) -> dict[str, int]:
-    """Return the number of steps of each optimizer that counts them."""
+    """Return the number of steps of each optimizer that counts its steps."""
     found = {}
     for name, value in trained(namespace).items():
         states = value.state.values() if isinstance(value, Optimizer) else ()
@@ -101,13 +101,13 @@ def held_under(name: str, namespace: Mapping[str, Any]) -> Held:
 
 
 def parts_of(name: str, namespace: Mapping[str, Any]) -> dict[Part, dict[str, Tensor]]:
-    """Return the tensors in an expression's value, without ``state_dict``: it may communicate."""
+    """Return the tensors in a value.  ``state_dict`` is not called, because it may communicate."""
     value = value_of(name, namespace)
     if isinstance(value, DistributedDataParallel):
         value = value.module
     if isinstance(value, nn.Module):
         if any(kind_with_group(each) == "FullyShardedDataParallel" for each in value.modules()):
-            raise UserError(f"{name} cannot be compared: FullyShardedDataParallel shards it.")
+            raise UserError(f"FullyShardedDataParallel shards {name}, so ddpnb cannot compare it.")
         parameters: dict[str, Tensor] = dict(value.named_parameters())
         return {
             Part.PARAMETERS: parameters,
@@ -119,8 +119,8 @@ def parts_of(name: str, namespace: Mapping[str, Any]) -> dict[Part, dict[str, Te
     tensors = {path: leaf for path, leaf in leaves(value) if isinstance(leaf, Tensor)}
     if not tensors:
         raise UserError(
-            f"{name} is {kind_of(value)}. Name a model, an optimizer, a tensor or a dict of "
-            "tensors."
+            f"{name} is {kind_of(value)}, which ddpnb cannot compare. Name a model, an optimizer, "
+            "a tensor or a dict of tensors."
         )
     return {Part.VALUES: tensors}
 
@@ -128,9 +128,9 @@ def parts_of(name: str, namespace: Mapping[str, Any]) -> dict[Part, dict[str, Te
 def optimizer_state(
     optimizer: Optimizer, namespace: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of an optimizer's state, named after the parameters in the namespace."""
+    """Yield the tensors of an optimizer's state.  Their names contain the parameters' names."""
     names = {
-        id(parameter): name.removeprefix("module.")  # DDP's
+        id(parameter): name.removeprefix("module.")  # the prefix of DDP's wrapper
         for module in trained(namespace).values()
         if isinstance(module, nn.Module)
         for name, parameter in module.named_parameters()
@@ -143,7 +143,7 @@ def optimizer_state(
 
 
 def ddp_around(value: Any, namespace: Mapping[str, Any]) -> DistributedDataParallel | None:
-    """Return the DDP that is or contains a module, if a variable holds that DDP."""
+    """Return the DDP model in the variables that is or contains ``value``, or None."""
     held = (each for every in (value, *namespace.values()) for _, each in held_by("", every))
     found = (each for each in held if isinstance(each, DistributedDataParallel))
     return next((ddp for ddp in found if any(each is value for each in ddp.modules())), None)
@@ -153,15 +153,15 @@ def ddp_around(value: Any, namespace: Mapping[str, Any]) -> DistributedDataParal
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Return True if this rank holds all values; False for a shard or a sparse tensor."""
-    if placements := getattr(tensor, "placements", ()):  # a DTensor's
+    """Return True if a tensor is dense and this rank holds all its values, not only a shard."""
+    if placements := getattr(tensor, "placements", ()):  # only a DTensor has placements
         return all(each.is_replicate() for each in placements)
     is_made = not (tensor.is_meta or nn.parameter.is_lazy(tensor))
     return is_made and tensor.layout is torch.strided
 
 
 def chunks_of(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor's elements in pieces."""
+    """Yield a tensor's elements in chunks of ``CHUNK_ELEMENTS`` elements."""
     whole = local(tensor).detach().resolve_conj().resolve_neg()
     yield from whole.reshape(-1).split(CHUNK_ELEMENTS)
 

@@ -18,11 +18,11 @@ from ddpnb.rank.random_state import preserve_globals
 DATA = ("dataset", "data_source")
 """The attributes in which samplers keep their data set.  ddpnb does not copy the data set."""
 MAX_INDICES = 2_000_000
-"""The limit for the indices of one rank over all epochs: 8 MB."""
+"""Maximum number of indices of one rank over all epochs.  They take 8 MB."""
 
 
 def samples(spec: SamplerSpec, state: RankState, namespace: Mapping[str, Any]) -> RankSamples:
-    """Return this rank's samples, from ``DistributedSampler`` or a copy of the user's sampler."""
+    """Return this rank's samples from ``DistributedSampler`` or a copy of the user's sampler."""
     if spec.expression:
         held = sampler_in(spec.expression, namespace)
         found = [getattr(each, name, None) for each in layers_of(held) for name in DATA]
@@ -32,7 +32,7 @@ def samples(spec: SamplerSpec, state: RankState, namespace: Mapping[str, Any]) -
     else:
         num_samples = spec.num_samples
         sampler = DistributedSampler(
-            range(num_samples),  # type: ignore[arg-type]  # it needs only a length
+            range(num_samples),  # type: ignore[arg-type]  # only its length is used
             num_replicas=state.world_size,
             rank=state.rank,
             shuffle=spec.shuffle,
@@ -52,7 +52,7 @@ def samples(spec: SamplerSpec, state: RankState, namespace: Mapping[str, Any]) -
             )
             if sum(map(len, epochs)) >= MAX_INDICES:
                 raise UserError(
-                    f"A rank gets {MAX_INDICES:,} samples or more. Use --epochs 1 or a smaller -n."
+                    f"A rank must get fewer than {MAX_INDICES:,} samples. Lower --epochs or -n."
                 )
     return RankSamples(
         kind=type(layers[-1]).__name__,
@@ -63,14 +63,14 @@ def samples(spec: SamplerSpec, state: RankState, namespace: Mapping[str, Any]) -
 
 
 def sampler_in(name: str, namespace: Mapping[str, Any]) -> Any:
-    """Return the sampler of a ``DataLoader``, or the sampler itself."""
+    """Return the sampler of a ``DataLoader``, or the value itself if it is a sampler."""
     value = value_of(name, namespace)
     if isinstance(value, DataLoader) and isinstance(value.dataset, IterableDataset):
-        raise UserError(f"{name} has no sampler, because an IterableDataset chooses its samples.")
+        raise UserError(f"{name} has no sampler, because it reads from an IterableDataset.")
     if isinstance(value, DataLoader):
         return value.sampler if value.batch_sampler is None else value.batch_sampler
     if not isinstance(value, Sampler):
-        raise UserError(f"{name} is {kind_of(value)}. Name a sampler or a DataLoader.")
+        raise UserError(f"{name} is {kind_of(value)}, not a sampler or a DataLoader.")
     return value
 
 

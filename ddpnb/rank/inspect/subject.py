@@ -1,4 +1,4 @@
-"""The subject of ``%ddp_inspect`` on a rank: a model from its cells or from a task (ranks).
+"""The model that ``%ddp_inspect`` inspects, from the rank's variables or from a task (ranks).
 
 An inspection has no side effects, because only copies of the model make steps.
 """
@@ -26,13 +26,13 @@ from ddpnb.rank.training.model_checks import attempt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A model, its input and its optimizer; only copies of the model make steps."""
+    """A model with its input and its optimizer.  Only copies of the model make steps."""
 
     make_model: Callable[[], nn.Module]
-    """Returns an unwrapped copy of the model, in the same mode (training or evaluation)."""
+    """Function that returns an unwrapped copy of the model in the model's current mode."""
     make_optimizer: OptimizerFactory
     loss_of: Callable[[nn.Module, Any], Tensor]
-    """Returns the loss of a model, or of its wrapper, on a batch.  May change the batch."""
+    """Function that returns a model's loss on a batch.  It may change the batch."""
     batch: Any
     cap_mb: float = DEFAULT_CAP_MB
     finds_unused: bool = False
@@ -47,7 +47,7 @@ def find(spec: InspectSpec, here: Surroundings) -> Found:
     """
     with preserve_globals(torch.device(here.state.device)):
         subject = subject_of(spec, here)
-        with attempt(f"ddpnb failed to copy {spec.title} and to call the copy with its batch"):
+        with attempt(f"Copying {spec.title} and calling the copy on its batch failed"):
             model = subject.make_model()
             loss = subject.loss_of(model, copied(subject.batch))
         if not loss.requires_grad:
@@ -99,7 +99,7 @@ def _of_task(spec: InspectSpec, task: RunSpec, here: Surroundings) -> Subject:
 
 
 def value_of(expression: str, namespace: Mapping[str, Any], **others: Any) -> Any:
-    """Return the value of the user's expression on this rank.  Raises UserError if it fails."""
+    """Return the value of the user's expression on this rank.  Raise UserError if it fails."""
     try:
         return eval(expression, {**namespace, **others})  # runs the user's code, as a cell does
     except NameError as error:
@@ -107,7 +107,7 @@ def value_of(expression: str, namespace: Mapping[str, Any], **others: Any) -> An
         hint = f"; did you mean {near}?" if near else ". Define it in a %%ddp cell."
         raise UserError(f"{error.name} is not defined{hint}") from None
     except Exception as error:
-        raise UserError(f"{expression} fails: {summary_of(error).rstrip('.')}.") from error
+        raise UserError(f"{expression} raised {summary_of(error).rstrip('.')}.") from error
 
 
 def _loss(spec: InspectSpec, namespace: Mapping[str, Any], model: nn.Module, batch: Any) -> Tensor:

@@ -1,1 +1,1 @@
-"""The functions of an exported script.  The kernel copies their text and never imports them."""
+"""The functions of an exported script.  The kernel copies their source and never imports it."""

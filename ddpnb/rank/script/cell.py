@@ -1,4 +1,4 @@
-"""Placeholders: a script replaces them by the run's settings and the notebook's cell."""
+"""Placeholders that the export replaces by the run's settings and the notebook's cell."""
 
 import math
 from typing import Any
@@ -40,5 +40,5 @@ def validation_step(net: nn.Module, batch: Any) -> Any:
 
 
 def metric(outputs: Tensor, targets: Tensor) -> Any:
-    """Return scores of all held-out outputs together."""
+    """Return scores over all held-out outputs."""
     return (outputs.argmax(1) == targets).float().mean()

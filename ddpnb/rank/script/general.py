@@ -1,4 +1,4 @@
-"""The script for all other cells: ``run`` takes the needed functions (torchrun's ranks)."""
+"""The script for cells that need more than ``plain``, such as a scheduler (torchrun's ranks)."""
 
 import inspect
 import os
@@ -21,7 +21,7 @@ from ddpnb.rank.script.plain import load_checkpoint, save_checkpoint
 
 Numbers = dict[str, float]
 LossOf = Callable[[nn.Module, Any], Tensor]
-Batches = Iterable[tuple[float, Any]]  # pairs: share of all samples, batch
+Batches = Iterable[tuple[float, Any]]  # pairs: the batch's share of all samples, batch
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -110,7 +110,7 @@ def update(ddp: Any, optim: Any, batch: Any, loss_of: LossOf) -> Tensor:
 
 
 def update_in_parts(ddp: Any, optim: Any, batch: Any, loss_of: LossOf) -> Tensor:
-    """Make one update from micro-batches, with clipped gradients; return this rank's loss."""
+    """Make one update from micro-batches, with clipped gradients, and return this rank's loss."""
     optim.zero_grad()
     num, total = size_of(batch), torch.zeros((), device=ddp.device)
     *others, last = torch.arange(num).tensor_split(min(ACCUMULATE, num))
@@ -134,7 +134,7 @@ def held_out_loss(net: nn.Module, batches: Batches, loss_of: LossOf) -> Numbers:
 
 @torch.no_grad()
 def own_means(net: nn.Module, batches: Batches, loss_of: LossOf) -> Numbers:
-    """Return the means of ``validation_step`` over all batches."""
+    """Return the mean scores of ``validation_step`` over all batches."""
     totals: dict[str, float] = {}
     for share, batch in batches:
         for name, value in named(validation_step, validation_step(net, batch)).items():
@@ -144,13 +144,13 @@ def own_means(net: nn.Module, batches: Batches, loss_of: LossOf) -> Numbers:
 
 @torch.no_grad()
 def own_metric(net: nn.Module, batches: Batches, loss_of: LossOf) -> Numbers:
-    """Return ``metric`` of all outputs together."""
+    """Return the scores of ``metric`` over the outputs of all batches."""
     pairs = [(net(inputs).cpu(), targets.cpu()) for _, (inputs, targets) in batches]
     return named(metric, metric(*map(torch.cat, zip(*pairs, strict=True))))
 
 
 def named(function: Any, result: Any) -> Numbers:
-    """Return numbers by name.  A single number gets the name of its function."""
+    """Return scores with their names.  A single score gets the name of its function."""
     return dict(result) if isinstance(result, Mapping) else {function.__name__: result}
 
 
@@ -171,7 +171,7 @@ def run(
         batch_sampler=BatchSampler(sampler, BATCH_SIZE // world_size, drop_last=False),
         collate_fn=collate,
         num_workers=DATA_WORKERS,
-        generator=torch.Generator(),  # keeps dropout's random numbers unchanged
+        generator=torch.Generator(),  # leaves the random numbers of dropout unchanged
     )
     num_steps = max(1, round(EPOCHS * len(loader)))
     seed_everything(SEED)

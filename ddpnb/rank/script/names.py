@@ -1,4 +1,4 @@
-"""Definitions that precede the cell in scripts that need them (torchrun's ranks)."""
+"""Names that an exported script defines for its cell, if the cell needs them (torchrun's ranks)."""
 
 import os
 import random

@@ -23,7 +23,7 @@ def save_checkpoint(step: int, *parts: Any) -> None:
 
 
 def load_checkpoint(*parts: Any) -> int:
-    """Load a checkpoint into all parts; return its step, or 0 without a checkpoint."""
+    """Load the checkpoint into all parts.  Return its step, or 0 if there is no checkpoint."""
     if not os.path.exists(CHECKPOINT):
         return 0
     saved = torch.load(CHECKPOINT, map_location="cpu")
