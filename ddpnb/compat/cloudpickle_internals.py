@@ -11,7 +11,7 @@ from ddpnb.compat.probe import Probe
 
 
 class Namespace:
-    """A placeholder for a dict of globals in a pickle.  It unpickles to the result of ``get``."""
+    """A placeholder for a dict of globals in a pickle.  Unpickling replaces it by ``get()``."""
 
     def __init__(self, get: Any) -> None:
         self._get = get
@@ -22,10 +22,10 @@ class Namespace:
 
 
 def use_namespace(pickler: cloudpickle.Pickler, variables: dict[str, Any], get: Any) -> None:
-    """Give functions with the globals ``variables`` the result of ``get`` as globals on unpickling.
+    """Replace the globals ``variables`` of functions by ``get()`` when they are unpickled.
 
-    Cloudpickle would create new globals for them.  The globals that a function uses are pickled
-    with the function and written into the namespace.
+    Otherwise cloudpickle would create new globals for the functions.  The globals that a function
+    uses are pickled with the function and written into the namespace.
     """
     if shares_globals.works:
         pickler.globals_ref[id(variables)] = Namespace(get)

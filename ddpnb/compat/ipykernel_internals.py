@@ -1,8 +1,8 @@
 """Private parts of ipykernel and IPython.  (Ranks.)
 
-C code and child processes write to a stream's file descriptor, which a thread of ipykernel reads.
-This module can wait until that thread has passed on all text.  Text that arrives after a cell's
-end would belong to no cell.
+C code and child processes write to a stream's file descriptor, and a thread of ipykernel reads it.
+This module can wait until this thread has forwarded all text.  Text that the thread forwards after
+the end of a cell would not appear in the cell.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ from ddpnb.compat.probe import Probe
 
 POLL_SECONDS = 0.003
 KEPT_BY = "_tee", "_format_exception_for_storage"
-"""IPython's methods that keep a cell's output and a cell's error."""
+"""IPython's methods that store the output and the error of a cell in the history."""
 
 
 @Probe("ipykernel", "the last output of C code or a child process in a cell may be lost")
 def reads_descriptors() -> bool:
-    """Return True if the thread that reads a stream's descriptor has the expected code."""
+    """Return True if the thread that reads a stream's descriptor uses the expected names."""
     names = {*OutStream._watch_pipe_fd.__code__.co_names}
     started = {*OutStream._setup_stream_redirects.__code__.co_names}
     return "_watch_pipe_fd" in started and names >= {
@@ -48,7 +48,7 @@ def finds_buffers() -> bool:
 
 @Probe("IPython", "ranks keep all their output in memory, and errors take longer to appear")
 def keeps_results() -> bool:
-    """Return True if IPython keeps a cell's output and error as expected, or not at all."""
+    """Return True if IPython stores a cell's output and error as expected, or not at all."""
     callers = InteractiveShell.run_cell, InteractiveShell.run_cell_async
     return all(
         hasattr(InteractiveShell, part) == (part in caller.__code__.co_names)
@@ -59,7 +59,7 @@ def keeps_results() -> bool:
 def keep_no_results(shell: InteractiveShell) -> None:
     """Stop a shell from copying the output and errors of cells to its history.
 
-    Both copies take memory.  To format a traceback for the history takes 0.1 to 0.3 seconds.
+    Both copies take memory.  Formatting a traceback for the history takes 0.1 to 0.3 seconds.
     """
     if keeps_results.works:
         copy_output, format_error = KEPT_BY
@@ -74,7 +74,7 @@ def asks_for_debugger() -> bool:
 
 
 def leave_debugger_out() -> None:
-    """Stop this process's kernel from importing debugpy, which no client of a rank can reach."""
+    """Stop this process's kernel from importing debugpy, because no client can debug a rank."""
     if asks_for_debugger.works:
         absent: Any = ModuleType("ipykernel.debugger")
         absent._is_debugpy_available, absent.Debugger = False, object
@@ -84,8 +84,8 @@ def leave_debugger_out() -> None:
 class DescriptorStream(OutStream):
     """A stream that can wait for text that was written to its file descriptor.
 
-    Flushing an empty stream takes no time.  This matters, because each cell flushes both streams
-    twice, and ipykernel's flush waits for another thread.
+    Flushing a stream without new text takes no time.  Each cell flushes both streams twice, and
+    every flush of ipykernel waits for another thread.
     """
 
     _fid: Any
@@ -109,7 +109,7 @@ class DescriptorStream(OutStream):
         return len(string)
 
     def flush(self) -> None:
-        """Send the written text, and return when it is sent."""
+        """Send the written text, and return once it is sent."""
         if self.has_written:
             self.has_written = False
             super().flush()  # type: ignore[no-untyped-call]

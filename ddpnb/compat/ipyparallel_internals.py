@@ -12,11 +12,11 @@ from ipyparallel.controller import heartmonitor
 from ddpnb.compat.probe import Probe
 
 Receive = Callable[[str, Any], None]
-"""A function called in another thread with the kind and the content of each message of a call.
+"""A function that gets the kind and the content of each message of a call, in another thread.
 
-The content of ``"event"`` is an object from ``publish_data``.  The content of ``"result"`` is the
-call's value or exception.  ``"idle"``, with None, follows the last output.  Any other kind is a
-Jupyter message from the engine's output channel.
+For the kind ``"event"``, the content is an object from ``publish_data``.  For ``"result"``, it is
+the call's value or exception.  A message of the kind ``"idle"`` with the content None follows the
+last output.  Every other kind is a Jupyter message from the engine's output channel.
 """
 
 # -- calls ---------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ def send(client: ipp.Client, engine: int, function: Callable[[], object], receiv
 
 
 def _finish(future: Any, receive: Receive) -> None:
-    """Pass on a call's result, and the call's end if the result says that there was no output."""
+    """Forward a call's result.  If the result says that there was no output, end the output."""
     outcome = _outcome(future)
     receive("result", outcome)
     if getattr(outcome, "is_silent", False) and not future.output.done():
@@ -60,7 +60,7 @@ def _finish(future: Any, receive: Receive) -> None:
 
 
 def _follow(future: Any, receive: Receive) -> None:
-    """Pass on each output message of a request as soon as it arrives."""
+    """Forward each output message of a request as soon as the message arrives."""
 
     def on_message(message: dict[str, Any]) -> None:
         kind, content = message["header"]["msg_type"], message["content"]
@@ -73,7 +73,7 @@ def _follow(future: Any, receive: Receive) -> None:
                     receive("event", published)
                 metadata["data"].clear()
             case _:
-                metadata.update(stdout="", stderr="")  # already passed on, so not kept twice
+                metadata.update(stdout="", stderr="")  # already forwarded, so not stored again
                 receive(kind, content)
 
     future.iopub_callbacks.append(on_message)
@@ -81,7 +81,7 @@ def _follow(future: Any, receive: Receive) -> None:
 
 
 def _hand_over(result: ipp.AsyncResult, receive: Receive) -> None:
-    """Wait until a call ends, then pass on all its messages."""
+    """Wait until a call ends, then forward all its messages."""
     result.wait()
     if not getattr(_outcome(result), "is_silent", False):  # a silent call sends no "idle"
         result.wait_for_output()
@@ -119,8 +119,9 @@ def replaces_heartbeats() -> bool:
 def beat_quickly_at_first(milliseconds: int, seconds: float) -> None:
     """Make this process's controller send quick heartbeats at first.
 
-    Call this before the controller starts.  Engines register on a heartbeat.  Heartbeats follow
-    every ``milliseconds`` for ``seconds``, and then at the rate of the command line.
+    Call this before the controller starts.  An engine can register only on a heartbeat.  During the
+    first ``seconds``, the controller sends a heartbeat every ``milliseconds``.  Then it uses the
+    rate of its command line.
     """
     if not replaces_heartbeats.works:
         return

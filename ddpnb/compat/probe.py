@@ -1,7 +1,7 @@
 """Probes check that the private parts of a library work as ddpnb expects.  (Every process.)
 
-Private parts change without notice.  Each private part in use has a probe, which runs when a rank
-or a cluster starts.  If a probe fails, ddpnb turns one feature off, and a sentence tells the user.
+Private parts may change in any version.  Each private part that ddpnb uses has a probe.  All probes
+run when a rank or a cluster starts.  If one fails, ddpnb turns off one feature and tells the user.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ PROBES: list["Probe"] = []
 class Probe:
     """A decorator for a function that checks a private part.
 
-    ``without`` is the consequence of a failure, as a clause without a full stop.
+    ``without`` describes the consequence of a failed probe, as a clause without a full stop.
     """
 
     def __init__(self, library: str, without: str) -> None:
@@ -26,7 +26,7 @@ class Probe:
         PROBES.append(self)
 
     def __call__(self, check: Callable[[], bool]) -> Self:
-        """Store the check, which returns False or raises if the part is not as expected."""
+        """Store a check that returns False or raises an error if the part is not as expected."""
         self._check = check
         return self
 

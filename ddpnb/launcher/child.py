@@ -1,4 +1,4 @@
-"""A rank as a child of the fork server, from fork to exit (ranks)."""
+"""Runs a rank as a child of the fork server, from the fork to the exit (ranks)."""
 
 import gc
 import os
@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 from ddpnb.protocol.processes import die_with_parent, process_log
 
 Frame = dict[str, Any]
-"""A message over a pipe, as JSON."""
+"""A message that is sent over a pipe as JSON."""
 
 
 def run_child(main: Callable[[], None]) -> NoReturn:
-    """Run ``main`` in a forked child as in a new process, then exit."""
+    """Run ``main`` in a forked child as if in a new process, then exit."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -27,7 +27,7 @@ def run_child(main: Callable[[], None]) -> NoReturn:
         code = 0
     except SystemExit as exit_request:
         code = exit_request.code if isinstance(exit_request.code, int) else 1
-    except BaseException:  # noqa: BLE001  the edge of the process: the log gets the cause
+    except BaseException:  # noqa: BLE001  the process exits, and the log has the error
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -41,8 +41,8 @@ def run_rank(rank: int, settings: Frame, pipe: Connection, folder: Path) -> None
     ``settings`` are the settings of ``ddpnb.rank.engine.run``, without the engine's command line.
     """
     die_with_parent()
-    # A data-loading process must not destroy its inherited process group: it would wait for threads
-    # that exist only in the rank, or crash.
+    # A data-loading process must not destroy the process group that it inherits.  Otherwise it
+    # would crash, or wait for threads that exist only in the rank.
     os.register_at_fork(after_in_child=gc.freeze)
     redirect_output(process_log(folder, rank))
     os.environ.update(settings["environment"])

@@ -1,4 +1,4 @@
-"""The controller, a child of the fork server: kills processes that outlive it (controller)."""
+"""Runs ipyparallel's controller, and kills processes that outlive the fork server (controller)."""
 
 import contextlib
 import os
@@ -15,20 +15,20 @@ from ddpnb.launcher.child import redirect_output
 from ddpnb.protocol.processes import die_with_parent, process_log
 
 QUICK_MILLISECONDS = 25
-"""Time between heartbeats while ranks start.  An engine registers on a heartbeat."""
+"""Milliseconds between heartbeats while ranks start.  An engine registers on a heartbeat."""
 QUICK_SECONDS = 10.0
-"""Duration of the quick heartbeats."""
+"""Seconds for which the controller sends quick heartbeats."""
 
 
 class LocalController(IPController):  # type: ignore[misc]  # has no type hints
     """A controller with its sockets in the run folder, unless its arguments ask for TCP.
 
-    ipyparallel chooses TCP ports before it binds them.  If another process took a port in between,
-    the ranks would wait for each other forever.
+    ipyparallel chooses TCP ports some time before it binds the ports.  If another process took one
+    of these ports, the ranks would wait for each other forever.
     """
 
     def construct_url(self, kind: str, channel: str, index: object = None) -> str:
-        """Return the address of a channel, in the form of ipyparallel's clients and engines."""
+        """Return a channel's address in the form that ipyparallel's clients and engines use."""
         url = super().construct_url(kind, channel, index)
         if not url.startswith("ipc:"):
             return str(url)
@@ -36,9 +36,9 @@ class LocalController(IPController):  # type: ignore[misc]  # has no type hints
         return f"{address}:{port}"
 
     def init_hub(self) -> None:
-        """Make the hub ignore copies of calls, results and output, because it keeps none of them.
+        """Make the hub ignore copies of calls, results and output, because it does not store them.
 
-        With many ranks, half of the controller's work was to read these copies.
+        With many ranks, reading these copies would take half of the controller's time.
         """
         super().init_hub()
         unread = dict.fromkeys((b"in", b"out", b"iopub"), lambda *_: None)
@@ -48,13 +48,13 @@ class LocalController(IPController):  # type: ignore[misc]  # has no type hints
 def run_controller(arguments: list[str], sentinel: Connection, folder: Path) -> None:
     """Run ipyparallel's controller, and kill all processes that outlive the fork server.
 
-    ``sentinel`` closes with the fork server.  The working directory is the run folder, so
-    ipyparallel does not find the user's configuration.
+    ``sentinel`` closes when the fork server ends.  The working directory is the run folder, so
+    ipyparallel cannot find the user's configuration.
     """
     redirect_output(process_log(folder, "controller"))
     threading.Thread(target=end_all_after, args=(sentinel,), daemon=True).start()
     os.chdir(folder)
-    os.register_at_fork(after_in_child=die_with_parent)  # the heart monitor's process
+    os.register_at_fork(after_in_child=die_with_parent)  # for the heart monitor's process
     beat_quickly_at_first(QUICK_MILLISECONDS, QUICK_SECONDS)
     # With CurveZMQ, which authenticates and encrypts, ipyparallel would omit the signatures.
     key = f"--Session.key={secrets.token_hex(32)}"
@@ -62,7 +62,7 @@ def run_controller(arguments: list[str], sentinel: Connection, folder: Path) -> 
 
 
 def end_all_after(sentinel: Connection) -> None:
-    """Wait until the fork server ends, then kill its process group and all that cells started."""
+    """Wait until the fork server ends, then kill its process group, including cells' processes."""
     with contextlib.suppress(EOFError, OSError):
         sentinel.recv_bytes()
     os.killpg(0, signal.SIGKILL)

@@ -50,31 +50,31 @@ from ddpnb.protocol.processes import (  # noqa: E402
 )
 
 STOP_TIMEOUT_SECONDS = 3.0
-"""Time between SIGTERM and SIGKILL for the children."""
+"""Maximum seconds that the children get after SIGTERM before they get SIGKILL."""
 WRITE_SECONDS = 0.1
-"""Limit for a rank to read a message, so that a stopped rank does not block the fork server."""
+"""Maximum seconds to send a message, so that a suspended rank cannot block the fork server."""
 READ_SECONDS = 5.0
-"""Limit for a rank to write the rest of an answer that has begun to arrive."""
+"""Maximum seconds to receive a rank's answer after its first bytes have arrived."""
 LOG_BYTES = 16_384
-"""Bytes from the end of a process's log that the kernel gets when the process has ended."""
+"""Maximum number of bytes of a log that the kernel gets when a process has ended."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Forkserver:
-    """The pipe to the kernel, and the children."""
+    """The fork server with its pipe to the kernel and its children."""
 
     kernel: Connection
     folder: Path
     children: dict[int, int | str] = field(default_factory=dict)
-    """The rank's number or ``"controller"`` for each process id."""
+    """The rank or ``"controller"`` of each child, with the process id as the key."""
     pipes: dict[int | str, Connection] = field(default_factory=dict)
     """The pipes to the ranks' control threads, by rank."""
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     is_stopped: bool = False
     handlers: dict[KernelRequest, Callable[..., object]] = field(init=False)
-    """The function that answers each request.  An agent adds more functions."""
+    """The function that answers each kind of request.  An agent adds more functions."""
     more_ends: list[Connection | socket.socket | TextIO] = field(default_factory=list)
-    """Further files that a forked child closes, after the pipes to the kernel and to ranks."""
+    """Further files that a forked child closes, in addition to the pipes."""
 
     def __post_init__(self) -> None:
         self.handlers = {
@@ -84,7 +84,7 @@ class Forkserver:
         }
 
     def run(self, controller_arguments: list[str]) -> None:
-        """Serve the kernel until it ends.  An agent passes no arguments for a controller."""
+        """Serve the kernel until it ends.  If the list is empty, start no controller."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         try:
@@ -123,7 +123,7 @@ class Forkserver:
         self.report(event=ForkServerEvent.ANSWER, id=request_id, **answer)
 
     def start_rank(self, *, rank: int, settings: Frame) -> None:
-        """Fork a rank.  Raises OSError if the system is out of processes or memory."""
+        """Fork a rank.  Raise OSError if the system has no free processes or memory."""
         ours, theirs = Pipe()
         limit_waits(ours, write_seconds=WRITE_SECONDS, read_seconds=READ_SECONDS).close()
 
@@ -147,7 +147,7 @@ class Forkserver:
         self.children[pid] = "controller"
 
     def fork(self, main: Callable[[], None]) -> int:
-        """Fork a child that runs ``main`` and then exits; return its process id."""
+        """Fork a child that runs ``main`` and then exits, and return the child's process id."""
 
         def run() -> None:
             for end in (self.kernel, *self.more_ends, *self.pipes.values()):
@@ -160,14 +160,14 @@ class Forkserver:
         return pid
 
     def forward(self, request_id: int, *, rank: int, command: str, arguments: list[object]) -> None:
-        """Pass a command to a rank's control thread, which answers unless the rank is dead."""
+        """Forward a command to a rank's control thread.  Dead ranks do not answer."""
         if (pipe := self.pipes.get(rank)) is not None:
             message = {"id": request_id, "command": command, "arguments": arguments}
             with contextlib.suppress(OSError):
                 pipe.send_bytes(json.dumps(message).encode())
 
     def signal(self, *, ranks: list[int], number: int) -> None:
-        """Send a signal to those given ranks that are alive."""
+        """Send a signal to each of the given ranks that is alive."""
         wanted = {*ranks}
         for pid, member in self.children.items():
             if member in wanted:
@@ -175,7 +175,7 @@ class Forkserver:
                     os.kill(pid, number)
 
     def on_rank(self, pipe: Connection) -> None:
-        """Pass a rank's answer to the kernel."""
+        """Forward a rank's answer to the kernel."""
         if pipe.closed:  # on_sigchld has just reported the rank's exit
             return
         try:
@@ -197,7 +197,7 @@ class Forkserver:
             self.report(event=ForkServerEvent.EXITED, member=member, code=code, log=log)
 
     def reaped(self) -> Iterator[tuple[int | str, int]]:
-        """Reap the children that have ended; yield each with its exit code."""
+        """Reap the children that have ended, and yield each child with its exit code."""
         while self.children:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -209,7 +209,7 @@ class Forkserver:
                 yield member, os.waitstatus_to_exitcode(status)
 
     def report(self, **event: object) -> None:
-        """Send the kernel an event.  Ignores a closed pipe: ``serve`` detects the kernel's end."""
+        """Send the kernel an event.  Ignore a closed pipe, because ``serve`` detects it."""
         with contextlib.suppress(OSError):
             self.kernel.send_bytes(json.dumps(event).encode())
 
@@ -226,7 +226,7 @@ class Forkserver:
         os.killpg(0, signal.SIGKILL)
 
     def wait_for_children(self, timeout: float) -> None:
-        """Reap children until all have ended or the time is up."""
+        """Reap children until all have ended or ``timeout`` seconds have passed."""
         deadline = time.monotonic() + timeout
         while self.children and time.monotonic() < deadline:
             if not list(self.reaped()):
@@ -243,7 +243,7 @@ def sigchld_wakeup() -> int:
 
 
 def end_of(log: Path) -> str:
-    """Return the last ``LOG_BYTES`` of a log; empty if the file does not exist."""
+    """Return the last ``LOG_BYTES`` bytes of a log, or ``""`` if the file does not exist."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
@@ -253,9 +253,10 @@ def end_of(log: Path) -> str:
 
 
 def preload() -> int:
-    """Import the modules that every rank needs, so that ranks share memory; return ``num_gpus()``.
+    """Import the modules that every rank needs, and return the number of this host's GPUs.
 
-    ``DDPNB_PRELOAD`` names further modules, separated by spaces.
+    Forked ranks share the memory of these modules.  ``DDPNB_PRELOAD`` names further modules,
+    separated by spaces.
     """
     for name in ("ddpnb.rank.calls", *os.environ.get("DDPNB_PRELOAD", "").split()):
         importlib.import_module(name)
@@ -265,7 +266,7 @@ def preload() -> int:
 
 
 def num_gpus() -> int:
-    """Count this host's GPUs in a separate process, because CUDA must not start in this one."""
+    """Count this host's GPUs in another process, because CUDA must not start in this process."""
     if not may_have_gpus():
         return 0
     command = [sys.executable, "-c", "from torch import cuda; print(cuda.device_count())"]
