@@ -11,11 +11,11 @@ from ddpnb.session.errors import CellTimeoutError, HangError, RankError
 from ddpnb.session.session import this_session
 
 SECONDS = 20.0
-"""Time limit of a check on the ranks.  After it, the ranks stop and keep their variables."""
+"""Time limit of a check on the ranks.  After this time, the ranks stop and keep their variables."""
 
 
 def check_exercise(number: str, variables: Mapping[str, Any]) -> str:
-    """Check an exercise, with a supervised call on the ranks if it concerns code on the ranks.
+    """Check an exercise, either in the notebook or with a supervised call on the ranks.
 
     Args:
         number: the numbers of the lesson and the exercise, such as ``"3.2"``.
@@ -46,7 +46,7 @@ def _in_notebook(number: str, variables: Mapping[str, Any]) -> None:
     try:
         check(CHECKS[number], variables)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise Hint(f"Its check raised {type(error).__name__}: {error}.") from None
+        raise Hint(f"The check raised {type(error).__name__}: {error}.") from None
 
 
 def _on_ranks(number: str) -> None:

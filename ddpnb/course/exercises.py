@@ -1,7 +1,7 @@
-"""The hints of all exercises, and the call of an exercise's check.  (Kernel and ranks.)
+"""Hints for all exercises, and a function that calls an exercise's check.  (Kernel and ranks.)
 
-A check is a function.  Its parameters have the names that the student had to define.  The check
-raises ``Hint`` if the student's solution is wrong.
+A check is a function.  The names of its parameters are the names that the student must define.
+The check raises ``Hint`` if the student's solution is wrong.
 """
 
 import inspect
@@ -11,29 +11,29 @@ from typing import Any
 Check = Callable[..., None]
 
 HINTS = {
-    "1.1": "Divide two speeds. Eight devices could reach eight times the speed of one.",
+    "1.1": "Divide two speeds. Eight devices are at most eight times as fast as one device.",
     "1.2": "Train the same strategies again, and change one option.",
     "2.1": "If every rank sends first, no rank receives. dist.isend returns at once.",
-    "2.2": "Gather on rank 0, add there and broadcast. Or send around the ring N - 1 times.",
+    "2.2": "Gather the tensors on rank 0, add and broadcast them. Or send them around N - 1 times.",
     "3.1": "All-reduce p.grad of each parameter p, then divide it by the number of ranks.",
     "3.2": "If you seed torch.randperm's generator with the epoch, all ranks get the same order.",
-    "3.3": "Join the gradients with torch.cat, reduce the result, and copy the parts back.",
+    "3.3": "Join the gradients with torch.cat, all-reduce the result, and copy the parts back.",
     "4.1": "Divide each loss. Run every backward pass except the last inside net.no_sync().",
     "4.2": "DistributedDataParallel has an option for parameters that a step does not use.",
     "5.1": "Each row of steps() is one update of one worker. The staleness is a column.",
     "5.2": "Divide the learning rate by the staleness, but never by less than one.",
-    "6.1": "All-reduce each parameter and divide it, under torch.no_grad().",
-    "6.2": "Give torch.optim.Adam this rank's parameters. After its step, each owner broadcasts.",
+    "6.1": "Under torch.no_grad(), all-reduce each parameter and divide it by the number of ranks.",
+    "6.2": "Give torch.optim.Adam only this rank's parameters. Broadcast them after each step.",
     "7.1": "Read the table of the prediction. It has one column for each number of ranks.",
     "7.2": "Rank 0 writes to another name and renames the file with os.replace. All ranks read.",
     "8.1": "Repeat or leave out samples until every rank has the same number of batches.",
     "8.2": "A forward pass of a DDP model may exchange buffers. Call the inner model, net.module.",
 }
-"""A hint for each exercise that helps with any mistake."""
+"""A general hint for each exercise, with the exercise's number as the key."""
 
 
 class Hint(Exception):  # noqa: N818 - students read it
-    """A solution is wrong.  The text says what was expected and found, but not the solution."""
+    """Raised if a solution is wrong.  The text explains the mistake without the solution."""
 
 
 def check(exercise: Check, variables: Mapping[str, Any]) -> None:
@@ -50,7 +50,7 @@ def check(exercise: Check, variables: Mapping[str, Any]) -> None:
     missing = [name for name in names if variables.get(name, ...) is ...]
     if missing:
         raise Hint(
-            f"{' and '.join(missing)} is not defined here. Fill in the cell above and run it."
+            f"{' and '.join(missing)} is not defined. Fill in the cell above, and run this cell."
         )
     exercise(*(variables[name] for name in names))
 

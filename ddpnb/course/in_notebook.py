@@ -6,7 +6,7 @@ from typing import Any
 from ddpnb.course.exercises import Check, expect
 
 CLOSE = 0.02
-"""Largest relative error of a number that a student computes from a table."""
+"""Maximum relative error of a number that a student computes from a table."""
 
 
 def efficiency(efficiency: float, race: Any) -> None:
@@ -15,23 +15,23 @@ def efficiency(efficiency: float, race: Any) -> None:
     speed = frame["samples_per_second"]
     expect(
         not math.isclose(efficiency, speed["ddp"] / speed["single"], rel_tol=CLOSE),
-        f"Expected the efficiency of ddp, found its speed-up {efficiency:.3g}.",
+        f"{efficiency:.3g} is the speed-up of ddp, but the exercise asks for the efficiency.",
     )
     expected = speed["ddp"] / (frame["num_devices"]["ddp"] * speed["single"])
     expect(
         math.isclose(efficiency, expected, rel_tol=CLOSE),
-        f"Expected the efficiency of ddp in the race, found {efficiency:.3g}.",
+        f"{efficiency:.3g} is not the efficiency of ddp in the race.",
     )
 
 
 def bigger_batch(race: Any, bigger: Any) -> None:
     """Check that ``ddp`` is more efficient with a larger global batch than in the race."""
     ours, theirs = (each.to_frame().set_index("strategy") for each in (bigger, race))
-    expect("ddp" in ours.index, f"Expected a run of ddp, found {', '.join(ours.index)}.")
+    expect("ddp" in ours.index, f"Compare ddp, too. Your strategies: {', '.join(ours.index)}.")
     batch, old_batch = ours["batch_size"]["ddp"], theirs["batch_size"]["ddp"]
-    expect(batch > old_batch, f"Expected a global batch above {old_batch}, found {batch}.")
+    expect(batch > old_batch, f"Use a global batch larger than {old_batch}. Yours is {batch}.")
     share, old_share = ours["efficiency"]["ddp"], theirs["efficiency"]["ddp"]
-    expect(share > old_share, f"Expected an efficiency above {old_share:.0%}, found {share:.0%}.")
+    expect(share > old_share, f"The efficiency, {share:.0%}, must be higher than {old_share:.0%}.")
 
 
 def mean_staleness(mean_staleness: float, stale: Any) -> None:
@@ -40,11 +40,11 @@ def mean_staleness(mean_staleness: float, stale: Any) -> None:
     values = steps[steps["strategy"] == "async"]["staleness"]
     expect(
         not math.isclose(mean_staleness, steps["staleness"].fillna(0).mean(), rel_tol=CLOSE),
-        f"Expected the mean over the steps of async, found {mean_staleness:.3g}, the mean of all.",
+        f"{mean_staleness:.3g} is the mean over all strategies. Use only the steps of async.",
     )
     expect(
         math.isclose(mean_staleness, values.mean(), rel_tol=CLOSE),
-        f"Expected the mean staleness over the steps of async, found {mean_staleness:.3g}.",
+        f"{mean_staleness:.3g} is not the mean staleness over the steps of async.",
     )
 
 
@@ -53,10 +53,10 @@ def enough_ranks(enough_ranks: int, forecast: Any) -> None:
     points = forecast.prediction.points["ddp"]
     single = next((each.samples_per_second for each in points if each.num_ranks == 1), math.nan)
     fast = [each.num_ranks for each in points if each.samples_per_second >= 10 * single]
-    expect(bool(fast), "Expected a ten times faster ddp, found none. Predict 1 rank and more.")
+    expect(bool(fast), "Predict 1 rank, and enough ranks for ddp to be ten times as fast.")
     expect(
         enough_ranks == min(fast),
-        f"Expected the smallest number of ranks that is fast enough, found {enough_ranks}.",
+        f"{enough_ranks} is not the smallest number of ranks that is fast enough.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Checks of the exercises about code.  Every rank runs the check.  (On a rank.)"""
+"""Checks of the exercises about code.  Every rank runs these checks.  (Ranks.)"""
 
 import copy
 import os
@@ -20,13 +20,13 @@ Model = nn.Module
 
 
 def check(number: str, variables: dict[str, Any]) -> None:
-    """Check an exercise for ``%ddp_exercise``.  Every rank calls it.
+    """Check an exercise for ``%ddp_exercise``.  Every rank calls this function.
 
     Raises:
         Hint: the solution is wrong.
         Exception: the student's own code raised an error.
     """
-    expect(dist.get_world_size() > 1, "It needs two ranks or more, found 1. Run %ddp_restart -n 2.")
+    expect(dist.get_world_size() > 1, "The check needs 2 or more ranks. Run %ddp_restart -n 2.")
     try:
         check_variables(CHECKS[number], variables)
     except (AttributeError, TypeError, ValueError) as error:
@@ -42,10 +42,10 @@ def send_around(send_around: Callable[[Tensor], Tensor]) -> None:
     """Check that each rank returns the tensor of its left neighbour."""
     rank, size = _place()
     got = send_around(torch.full((1000,), float(rank)))
-    expect(isinstance(got, Tensor), f"Expected the tensor that arrived, found {got}.")
+    expect(isinstance(got, Tensor), f"Return the tensor that arrived, not {got}.")
     left = float((rank - 1) % size)
     found = got.unique().tolist()
-    expect(bool((got == left).all()), f"Expected the value {left:g} on rank {rank}, found {found}.")
+    expect(bool((got == left).all()), f"Rank {rank} must return {left:g}, but it returned {found}.")
 
 
 def sum_by_hand(sum_by_hand: Callable[[Tensor], Tensor]) -> None:
@@ -54,10 +54,10 @@ def sum_by_hand(sum_by_hand: Callable[[Tensor], Tensor]) -> None:
     mine = torch.arange(5.0) + 10 * rank
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as calls:
         got = sum_by_hand(mine.clone())
-    expect(not calls.called, f"Expected no call of dist.all_reduce, found {calls.call_count}.")
+    expect(not calls.called, "Build the sum without dist.all_reduce.")
     expected = size * torch.arange(5.0) + 10 * sum(range(size))
-    expect(isinstance(got, Tensor), f"Expected the sum as a tensor, found {got}.")
-    expect(torch.allclose(got, expected), f"Expected {expected} on rank {rank}, found {got}.")
+    expect(isinstance(got, Tensor), f"Return the sum as a tensor, not {got}.")
+    expect(torch.allclose(got, expected), f"Rank {rank} must return {expected}, not {got}.")
 
 
 # --- lesson 3: gradients averaged by hand
@@ -72,7 +72,7 @@ def average_at_once(average_at_once: Callable[[Model], None]) -> None:
     """Check that every rank has the mean of all gradients after one all-reduce."""
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as calls:
         _check_averaged(average_at_once)
-    expect(calls.call_count == 1, f"Expected one call of all_reduce, found {calls.call_count}.")
+    expect(calls.call_count == 1, f"Call all_reduce once. You called it {calls.call_count} times.")
 
 
 def _check_averaged(average: Callable[[Model], None]) -> None:
@@ -85,18 +85,18 @@ def _check_averaged(average: Callable[[Model], None]) -> None:
     for number, parameter in enumerate(model.parameters()):
         found = parameter.grad
         if found is None:
-            raise Hint(f"Expected a gradient in p.grad on rank {rank}, found None.")
+            raise Hint(f"On rank {rank}, p.grad is None for a parameter p.")
         is_own = torch.allclose(found, torch.full_like(found, float(rank + number)))
         expect(not is_own or rank == mean, f"Rank {rank} still has its own gradient, not the mean.")
         is_sum = torch.allclose(found, torch.full_like(found, size * (mean + number)))
-        expect(not is_sum, "Expected the mean of the gradients, but the result is the sum.")
+        expect(not is_sum, "The result is the sum of the gradients. Compute the mean.")
         is_mean = torch.allclose(found, torch.full_like(found, mean + number))
         got = found.flatten()[0].item()
-        expect(is_mean, f"Expected the mean {mean + number:g} on rank {rank}, found {got:g}.")
+        expect(is_mean, f"The mean on rank {rank} must be {mean + number:g}, not {got:g}.")
 
 
 def my_indices(my_indices: Callable[[int, int], Sequence[int]]) -> None:
-    """Check this rank's samples: disjoint, complete, and in a different order in each epoch."""
+    """Check that each sample goes to exactly one rank, in a different order in each epoch."""
     num_samples, (_, size) = 10 * dist.get_world_size(), _place()
     orders = []
     for epoch in (0, 1, 0):
@@ -107,21 +107,21 @@ def my_indices(my_indices: Callable[[int, int], Sequence[int]]) -> None:
         again = sorted({index for index in dealt if dealt.count(index) > 1})
         expect(
             not again,
-            f"Expected each sample once in epoch {epoch}, found {again} more than once. "
-            "Rank r can take every N-th sample of the order, from sample r on.",
+            f"In epoch {epoch}, the ranks get the samples {again} more than once. "
+            "Rank r can take every N-th sample of the order, beginning with sample r.",
         )
         complete = dealt == list(range(num_samples))
-        expect(complete, f"Expected all {num_samples} samples in epoch {epoch}, found {dealt}.")
+        expect(complete, f"Use all {num_samples} samples in epoch {epoch}, not {dealt}.")
         orders.append(parts)
-    expect(orders[0] == orders[2], "Expected the same order in epoch 0 each time, found another.")
-    expect(orders[0] != orders[1], "Expected two orders for epochs 0 and 1, found the same order.")
+    expect(orders[0] == orders[2], "The order of epoch 0 must be the same in each call.")
+    expect(orders[0] != orders[1], "Epochs 0 and 1 must have different orders.")
 
 
 # --- lesson 4: inside DistributedDataParallel
 
 
 def accumulate(accumulate: Callable[[Model, Sequence[Any], Callable[..., Tensor]], None]) -> None:
-    """Check that several backward passes make one exchange and the whole batch's gradient."""
+    """Check that several backward passes make one exchange and give the whole batch's gradient."""
     rank, _ = _place()
     model = _model()
     net = DistributedDataParallel(copy.deepcopy(model))
@@ -142,23 +142,23 @@ def accumulate(accumulate: Callable[[Model, Sequence[Any], Callable[..., Tensor]
     ]
     accumulate(net, batches, nn.functional.cross_entropy)
     found = exchanges.count(0)
-    expect(found == 1, f"Expected one exchange of the gradients, in the last pass, found {found}.")
+    expect(found == 1, f"Exchange gradients once, in the last pass. Exchanges found: {found}.")
     reference = copy.deepcopy(model)
     inputs, targets = (torch.cat(each) for each in zip(*batches, strict=True))
     nn.functional.cross_entropy(reference(inputs), targets).backward()
     for ours, theirs in zip(net.module.parameters(), reference.parameters(), strict=True):
         if theirs.grad is None or ours.grad is None:
-            raise Hint("Expected a gradient for each parameter, found None. Call backward().")
+            raise Hint("A parameter has no gradient. Call backward().")
         dist.all_reduce(theirs.grad)
         mean = theirs.grad / dist.get_world_size()
         is_sum = torch.allclose(ours.grad, 3 * mean, atol=1e-6)
-        expect(not is_sum, "Expected the gradient of the mean loss, found the sum of gradients.")
+        expect(not is_sum, "The gradients are added up. Compute the gradient of the mean loss.")
         is_mean = torch.allclose(ours.grad, mean, atol=1e-6)
-        expect(is_mean, "Expected the gradient of all batches together, found another gradient.")
+        expect(is_mean, "The result is not the gradient of the mean loss of all batches.")
 
 
 def wrap(wrap: Callable[[Model], Model]) -> None:
-    """Check that DDP trains a model if each step uses only a part of it."""
+    """Check that DDP can train a model even if each step uses only a part of the model."""
 
     class TwoHeads(nn.Module):
         def __init__(self) -> None:
@@ -171,7 +171,7 @@ def wrap(wrap: Callable[[Model], Model]) -> None:
 
     net = wrap(TwoHeads())
     name = type(net).__name__
-    expect(isinstance(net, DistributedDataParallel), f"Expected a wrapped model, found {name}.")
+    expect(isinstance(net, DistributedDataParallel), f"Return a DDP model, not {name}.")
     for step in range(3):
         net.zero_grad()
         net(torch.ones(2, 8), step % 2).sum().backward()
@@ -184,14 +184,14 @@ def step_size(step_size: Callable[[float, int], float]) -> None:
     """Check the learning rate lr / max(1, staleness) (Zhang et al., IJCAI 2016)."""
     for staleness, rate in ((0, 0.1), (1, 0.1), (4, 0.025)):
         got = step_size(0.1, staleness)
-        expect(abs(got - rate) < 1e-9, f"Expected {rate} for staleness {staleness}, found {got}.")
+        expect(abs(got - rate) < 1e-9, f"For staleness {staleness}, return {rate}, not {got}.")
 
 
 # --- lesson 6: less communication, less memory
 
 
 def average_weights(average_weights: Callable[[Model], None]) -> None:
-    """Check one average of local SGD: every rank has the mean of all weights."""
+    """Check that every rank has the mean of all weights after one average of local SGD."""
     rank, size = _place()
     model = _model()
     with torch.no_grad():
@@ -200,13 +200,13 @@ def average_weights(average_weights: Callable[[Model], None]) -> None:
     average_weights(model)
     mean = sum(range(size)) / size
     for parameter in model.parameters():
-        expect(parameter.is_leaf, "Expected parameters changed in place, found a computed tensor.")
+        expect(parameter.is_leaf, "Change each parameter in place. Do not replace the parameter.")
         is_mean, got = torch.allclose(parameter, torch.full_like(parameter, mean)), parameter.mean()
-        expect(is_mean, f"Expected the mean {mean:g} on rank {rank}, found {got:g}.")
+        expect(is_mean, f"The mean on rank {rank} must be {mean:g}, not {got:g}.")
 
 
 def sharded_adam(ShardedAdam: Callable[..., Any]) -> None:  # noqa: N803 - the student's class
-    """Check an Adam with its state split between the ranks: ZeRO, stage 1 (arXiv 1910.02054)."""
+    """Check an Adam that splits its state between the ranks (ZeRO, stage 1, arXiv 1910.02054)."""
     rank, size = _place()
     layers = [nn.Linear(8, 8) for _ in range(2 * size)]
     torch.manual_seed(0)
@@ -229,19 +229,19 @@ def sharded_adam(ShardedAdam: Callable[..., Any]) -> None:  # noqa: N803 - the s
     ):
         expect(
             torch.allclose(mine, other, atol=1e-6),
-            f"Expected Adam's parameter {number} on rank {rank} after three steps, found another.",
+            f"After three steps, parameter {number} on rank {rank} differs from Adam's result.",
         )
     states = [held for held in _tensors_of(ours) if held.numel() > 1]
     kept = sum(held.numel() for held in states)
     whole = 2 * sum(parameter.numel() for parameter in model.parameters())
     expect(
         kept <= whole * (1 / size + 0.1),
-        f"Expected {1 / size:.0%} of Adam's state on rank {rank}, found {kept / whole:.0%}.",
+        f"Rank {rank} must keep {1 / size:.0%} of Adam's state, not {kept / whole:.0%}.",
     )
 
 
 def _tensors_of(holder: Any) -> Iterator[Tensor]:
-    """Yield the state of an object if it is an optimizer, and of every optimizer that it has."""
+    """Yield the state tensors of ``holder`` and its attributes, if they are optimizers."""
     held = [holder, *vars(holder).values()]
     for optimizer in {id(each): each for each in held}.values():
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -256,13 +256,13 @@ def checkpoints(
     save_checkpoint: Callable[[str, Model, int], None],
     load_checkpoint: Callable[[str, Model], int],
 ) -> None:
-    """Check that rank 0 writes a checkpoint, all ranks read it, and no kill can spoil it."""
+    """Check that only rank 0 writes a checkpoint, via another name, and that all ranks load it."""
     rank, _ = _place()
     folder: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folder)
     path, model = os.path.join(folder[0], "checkpoint.pt"), _model()
     step = load_checkpoint(path, model)
-    expect(step == 0, f"Expected step 0 from load_checkpoint without a file, found {step}.")
+    expect(step == 0, f"Without a file, load_checkpoint must return 0, not {step}.")
     dist.barrier()
     with mock.patch.object(torch, "save", wraps=torch.save) as saved:
         save_checkpoint(path, model, 7)
@@ -270,14 +270,14 @@ def checkpoints(
     wrote = [
         str(call.args[1] if len(call.args) > 1 else call.kwargs["f"]) for call in saved.mock_calls
     ]
-    expect(rank == 0 or not wrote, f"Expected only rank 0 to write, found rank {rank} writing too.")
-    expect(os.path.exists(path), "Expected a file after save_checkpoint, found none.")
-    expect(path not in wrote, "Expected a write to another name, found a write to the file itself.")
+    expect(rank == 0 or not wrote, f"Only rank 0 must write a file, but rank {rank} also wrote.")
+    expect(os.path.exists(path), "save_checkpoint did not create the file.")
+    expect(path not in wrote, "Write to another name first, not to the checkpoint itself.")
     other = _model(seed=1)
     step = load_checkpoint(path, other)
-    expect(step == 7, f"Expected the saved step, 7, from load_checkpoint, found {step}.")
+    expect(step == 7, f"load_checkpoint must return the saved step 7, not {step}.")
     same = zip(model.parameters(), other.parameters(), strict=True)
-    expect(all(torch.equal(a, b) for a, b in same), "Expected the saved weights, found others.")
+    expect(all(torch.equal(a, b) for a, b in same), "The loaded weights are not the saved weights.")
 
 
 # --- lesson 8: what goes wrong
@@ -288,25 +288,25 @@ def evaluate_on_rank_0(evaluate_on_rank_0: Callable[..., Any]) -> None:
     rank, _ = _place()
     net = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
     loss = evaluate_on_rank_0(net, torch.ones(4, 8))
-    expect(net.training, "Expected training mode after the call, found it off. Call net.train().")
+    expect(net.training, "The model must be in training mode after the call. Call net.train().")
     expected = "None" if rank else "the mean"
-    expect((loss is None) == (rank != 0), f"Expected {expected} on rank {rank}, found {loss}.")
+    expect((loss is None) == (rank != 0), f"Rank {rank} must return {expected}, not {loss}.")
     net(torch.ones(4, 8)).sum().backward()
 
 
 def even_batches(even_batches: Callable[[int, int], Sequence[Sequence[int]]]) -> None:
-    """Check that all ranks have the same number of batches if the samples do not divide evenly."""
+    """Check that all ranks have the same number of batches, even if samples divide unevenly."""
     _, size = _place()
     for num_samples in (7 * size + 1, 8 * size):
         mine = [[int(index) for index in batch] for batch in even_batches(num_samples, 2)]
         parts: list[Any] = [None] * size
         dist.all_gather_object(parts, mine)
         counts = sorted({len(part) for part in parts})
-        expect(len(counts) == 1, f"Expected equal numbers of batches on all ranks, found {counts}.")
+        expect(len(counts) == 1, f"Ranks must have the same number of batches, not {counts}.")
         seen = {index for part in parts for batch in part for index in batch}
         least, last = num_samples - 2 * size, max(seen, default=num_samples)
-        expect(len(seen) >= least, f"Expected {least} or more samples, found {len(seen)}.")
-        expect(last < num_samples, f"Expected samples 0 to {num_samples - 1}, found sample {last}.")
+        expect(len(seen) >= least, f"Use {least} or more samples. You used {len(seen)}.")
+        expect(last < num_samples, f"Sample {last} does not exist. Use 0 to {num_samples - 1}.")
 
 
 CHECKS: dict[str, Check] = {
