@@ -96,7 +96,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
 def api() -> Iterator[str]:
     """Yield the lines of the page of public functions and results."""
     yield "# Functions and results\n"
-    yield "The twin of each magic in Python, and what they return.\n"
+    yield "The Python function of each magic, and the results that these functions return.\n"
     yield "```{eval-rst}\n.. py:currentmodule:: ddpnb\n"
     for name in ddpnb.__all__:
         kind = "exception" if name == "UserError" else "function"

@@ -22,7 +22,7 @@ class PlotOptions:
         from_text=parse_target,
         example="LOSS",
     )
-    panels: str = option("", "draw all panels", choices=("all",), example="all")
+    panels: str = option("", "panels to draw; by default those that fit on a laptop screen", choices=("all",), example="all")
 
     def __post_init__(self) -> None:
         check_options(self)
