@@ -1,4 +1,4 @@
-"""Tests if two strategies differ: the ratio over the repeats with its interval.  (Kernel.)
+"""Tests if two strategies differ, by the ratio over the repeats and its interval.  (Kernel.)
 
 In one repeat all strategies have the same seed.  Two strategies are therefore compared in pairs:
 x_r is the ratio of their numbers in repeat r.  Over n repeats, with m comparisons in one sentence:
@@ -28,10 +28,10 @@ SMALLEST_EFFECT = 0.02
 """The smallest relative difference that a sentence mentions."""
 
 FEWEST_REPEATS = 3
-"""The fewest repeats for an interval; with two repeats it would span +- 12.7 standard errors."""
+"""Minimum repeats for an interval.  With two, the interval would span +- 12.7 standard errors."""
 
 MOST_REPEATS = 30
-"""The largest number of repeats that ddpnb recommends."""
+"""Maximum number of repeats that ddpnb recommends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +41,13 @@ class Ratio:
     middle: float = math.nan
     """The geometric mean over the repeats."""
     low: float = math.nan
-    """Lower end of the interval.  Two repeats: the smaller ratio.  One repeat: the numerator's
-    slowest tenth over the denominator's fastest.  ``high`` is the opposite end.  NaN if unknown."""
+    """Lower end of the interval, or the smaller ratio of two repeats; NaN if unknown.  For one
+    repeat: the slowest tenth of the numerator, divided by the fastest tenth of the denominator."""
     high: float = math.nan
     num_repeats: int = 0
     """Number of repeats in which both strategies have the number."""
     deviation: float = math.nan
-    """The standard deviation of the logarithm over the repeats."""
+    """Standard deviation of the ratio's logarithm over the repeats."""
     num_claims: int = 1
     """Number of comparisons in the same sentence."""
 
@@ -77,7 +77,7 @@ class Ratio:
 
     @property
     def num_repeats_needed(self) -> int:
-        """Repeats that would show this ratio at this deviation; 0: too many, or no effect."""
+        """Number of repeats that would show this ratio; 0 if too many or if there is no effect."""
         if not (self.has_interval and self._has_effect(self.middle)):
             return 0
         half = [
@@ -90,11 +90,11 @@ class Ratio:
 def ratios_of(
     summaries: Sequence[StrategySummary],
 ) -> tuple[StrategySummary, dict[StrategyKey, Ratio]] | None:
-    """Return the reference strategy, and the ratio of each other strategy's samples/s to it.
+    """Return the reference strategy, and each other strategy's samples/s over the reference's.
 
     The reference is ``single`` or else the first strategy.  Emulated strategies are excluded.  The
-    ceiling counts only if it is the only other strategy.  Returns None for fewer than two
-    strategies and for several comparisons, which may have trained different models.
+    ceiling counts only if it is the only other strategy.  The result is None for fewer than two
+    strategies, and for several comparisons because their models may differ.
     """
     done = [s for s in summaries if s.status is Status.FINISHED and s.rates]
     if len(done) < 2 or len({s.comparison for s in done}) > 1:
@@ -121,8 +121,8 @@ def ratio(ours: Mapping[int, float], theirs: Mapping[int, float], num_claims: in
     """Return the ratio over the repeats in which both strategies have a number.
 
     Args:
-        ours: the numerator's number by repeat; all greater than 0.
-        theirs: the denominator's number by repeat; all greater than 0.
+        ours: the numerators by repeat, all greater than 0.
+        theirs: the denominators by repeat, all greater than 0.
         num_claims: number of comparisons in one sentence.
     """
     logs = log_ratios(ours, theirs)
@@ -159,7 +159,7 @@ def standard_error(share: float, num_samples: int) -> float:
 
 
 def accuracies_differ(shares: Sequence[float], num_samples: int) -> bool:
-    """Return True if the highest and the lowest accuracy differ by more than sampling chance.
+    """Return True if the highest and the lowest accuracy differ by more than chance.
 
     This is the 95 % test of two proportions with a common standard error, widened for all pairs
     (Bonferroni).  Models err on many of the same samples, so the true standard error is smaller.

@@ -20,10 +20,10 @@ from ddpnb.protocol.processes import num_cores
 from ddpnb.protocol.training_options import TrainingSpec
 
 LIBRARIES = ("ddpnb", "torch", "ipyparallel", "numpy")
-"""Libraries with a version in ``environment``."""
+"""Libraries for which ``environment`` includes the version."""
 
 ALWAYS = ("num_epochs", "batch_size", "learning_rate", "momentum", "seed")
-"""Fields that are always written out, because their defaults may change."""
+"""Options that are always written into a cell, because their defaults may change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,14 +42,14 @@ class Comparison:
     runs: tuple[RunSnapshot, ...] = ()
     """The runs that have begun and are compared."""
     other_rates: tuple[RunSnapshot, ...] = ()
-    """The runs at learning rates that are not a strategy's best: see ``tuning``."""
+    """The runs at learning rates that were not chosen for a strategy: see ``tuning``."""
     environment: Mapping[str, str] = field(default_factory=dict)
     differing: tuple[str, ...] = ()
     """Keys of ``environment`` that differ between overlaid comparisons."""
 
     @property
     def strategies(self) -> tuple[str, ...]:
-        """The names of all runs, each once, in order."""
+        """The names of all runs in order, without duplicates."""
         names = [spec.strategy for spec in self.specs] + [run.name for run in self.runs]
         return tuple(dict.fromkeys(names))
 
@@ -61,7 +61,7 @@ class Comparison:
         return tuple(sorted((*self.runs, *self.other_rates), key=lambda run: run.created))
 
     def with_runs(self, runs: Sequence[RunSnapshot]) -> "Comparison":
-        """Return this comparison with other runs, or the same runs at another moment."""
+        """Return this comparison with other runs, or with the same runs at another moment."""
         compared, other_rates = split(runs)
         return replace(self, runs=compared, other_rates=other_rates)
 
@@ -152,7 +152,7 @@ def line_of(
 
 
 def body_of(source: str) -> str:
-    """Return a stored cell without the comment that replaces the cell's magic."""
+    """Return a stored cell without its first line, a comment that replaces the magic."""
     first, _, rest = source.partition("\n")
     return rest if first.startswith("# %%ddp_compare") else source
 

@@ -1,8 +1,8 @@
 """Computes a run's curve of at most ``MAX_POINTS`` points from one row per step.  (Kernel.)
 
 Step k of all synchronous workers is one update.  Each step of an asynchronous worker and each call
-of ``ddpnb.log`` is a separate update, and these updates are ordered by time.  Each point merges a
-power of two of neighbouring updates, so that drawn points do not move.
+of ``ddpnb.log`` is a separate update, and these updates are ordered by time.  Each point merges
+neighbouring updates.  Their number is a power of two, so that drawn points do not move.
 """
 
 import math
@@ -14,7 +14,7 @@ from ddpnb.history.rows import Floats, Records
 from ddpnb.protocol.messages import RunHeader
 
 MAX_POINTS = 360
-"""The largest number of points in a curve: at least one for every other pixel of the panel."""
+"""Maximum number of points in a curve: about one for every second pixel of the panel."""
 
 SMOOTHED_SHARE = 0.05
 """The moving average at each point spans one update plus this share of the samples so far."""
@@ -26,17 +26,17 @@ def _nothing() -> Floats:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Curve:
-    """One number of a run over the updates of all workers, in arrays of equal length.
+    """The loss or another number of a run over all updates, in arrays of equal length.
 
     Each point merges ``num_merged`` updates, except that the last point merges the rest.
     """
 
     samples: Floats = field(default_factory=_nothing)
-    """Samples that all workers have seen at the end of the point's updates."""
+    """Number of samples that all workers have seen at the end of the point's updates."""
     seconds: Floats = field(default_factory=_nothing)
-    """Training seconds at the end of the point's updates; never decreases."""
+    """Training seconds at the end of the point's updates.  They never decrease."""
     mean: Floats = field(default_factory=_nothing)
-    """Mean of the finite updates, weighted by samples; NaN if no update is finite."""
+    """Mean of the finite values of the updates, weighted by samples; NaN if no value is finite."""
     lowest: Floats = field(default_factory=_nothing)
     highest: Floats = field(default_factory=_nothing)
     num_bad: Floats = field(default_factory=_nothing)
@@ -112,7 +112,8 @@ def complete_steps(rows: Records, num_ranks: int) -> Records:
 def with_waiting(rows: Records) -> Records:
     """Return synchronous steps with waiting separated from communication.
 
-    An exchange ends on all ranks together, so the rank that begins last communicates least:
+    An exchange ends on all ranks at the same time.  So the rank that begins last has the shortest
+    communication, and the others waited for the difference:
 
         waiting_i = communication_i - min over ranks j of communication_j, in the same step
 
@@ -132,13 +133,13 @@ def with_waiting(rows: Records) -> Records:
 def smoothed(curve: Curve) -> Floats:
     """Return the exponential moving average of a curve, without start-up bias.
 
-    The span is one update plus a share of the samples so far, and ignores the planned samples.
+    The span is one update plus a share of the samples so far.  The planned samples do not matter.
     So drawn points do not move, and short and long runs reach the same loss at the same sample.
-    At first the span is short, so the line does not lag behind a fast fall of the loss.  If the
-    loss falls like ``1 / samples``, the line is soon only a twentieth above the points.
+    At first the span is short, so that the line follows a fast fall of the loss.  If the loss
+    falls like ``1 / samples``, the line is soon only a twentieth above the points.
 
     A point ``d`` samples after the previous point has the weight ``1 - exp(-d / span)``.  The sum
-    is divided by the weights so far, as in Adam, so the first average equals the first point.
+    is divided by all weights so far, as in Adam.  So the first average equals the first point.
     NaN points stay NaN and do not change the average.
     """
     averages = np.full(len(curve), np.nan)
@@ -165,7 +166,7 @@ def end_of(curve: Curve) -> float:
 
 
 def tenths(curve: Curve) -> Floats:
-    """Return samples/s in each tenth of a run's samples; empty with fewer than ten updates."""
+    """Return samples/s in each tenth of a run's samples; empty if there are not ten updates."""
     if curve.num_updates < 10 or curve.samples[-1] <= 0:
         return np.empty(0)
     bounds = np.linspace(0.0, curve.samples[-1], 11)
@@ -176,7 +177,7 @@ def tenths(curve: Curve) -> Floats:
 
 
 def first_reached(y: Floats, x: Floats, target: float) -> float:
-    """Return the first ``x`` at which ``y`` is at most ``target``; NaN if ``y`` stays above.
+    """Return the first ``x`` at which ``y`` is at most ``target``; NaN if there is no such ``x``.
 
     ``y`` is interpolated linearly between two points.  NaN points are ignored.
     """

@@ -25,14 +25,14 @@ from ddpnb.protocol.messages import (
 )
 
 GROWTH = 1 / 200
-"""During training, a run is measured again once this share of its steps is new."""
+"""During training, a snapshot is computed again as soon as this share of the steps is new."""
 
 COMPUTED = ("data", "forward", "backward", "optimizer")
 """The parts of a step that do not depend on other ranks."""
 
 
 class Status(StrEnum):
-    """The state of a run; equal to its text, e.g. ``"failed"``."""
+    """The state of a run.  Each state is equal to a string, e.g. ``"failed"``."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -61,7 +61,7 @@ class RankTotals:
 
     @property
     def own_seconds(self) -> float:
-        """Mean seconds of a step's ``COMPUTED`` parts; without parts, of the whole step."""
+        """Mean seconds of the ``COMPUTED`` parts of a step, or of the whole step without parts."""
         own = sum(getattr(self.parts, name) for name in COMPUTED) or self.seconds
         return own / max(self.num_steps, 1)
 
@@ -70,19 +70,19 @@ class RankTotals:
 class RunSnapshot:
     """A run at one moment, for plots, tables and the store.
 
-    The measured fields are computed from the steps.  While synchronous ranks train, only steps
-    count that every rank has reported.
+    The measured fields are computed from the steps.  While synchronous ranks train, a step counts
+    only if every rank has reported it.
     """
 
     run_id: str
     name: str
     """The strategy, or the name of a hand-written loop."""
     comparison: str = ""
-    """Name of the comparison; the speed-up is relative to a run of the same comparison."""
+    """Name of the comparison.  The speed-up is relative to a run of the same comparison."""
     created: float = field(default_factory=time.time)
     """Seconds since 1970 (UTC)."""
     spec: RunSpec | None = None
-    """None for a hand-written loop logged with ``ddpnb.log``."""
+    """The run's options; None for a hand-written loop logged with ``ddpnb.log``."""
     header: RunHeader | None = None
     status: Status = Status.RUNNING
     detail: str = ""
@@ -92,7 +92,7 @@ class RunSnapshot:
     staleness: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """The number of updates with each staleness: 0, 1, 2 ..."""
     curve: Curve = field(default_factory=Curve)
-    """The loss."""
+    """The curve of the training loss."""
     ranks: tuple[RankTotals, ...] = ()
     events: Records = field(default_factory=lambda: stacked(()))
     """One row per step, read-only, in order of arrival.
@@ -103,7 +103,7 @@ class RunSnapshot:
     marks: tuple[Mark, ...] = ()
     """Marks in order of arrival."""
     evaluating: Evaluating | None = None
-    """Progress of the evaluation of the run's models; None: not begun, or unknown."""
+    """Progress of the evaluation of the run's models; None if not begun, or unknown."""
 
     @property
     def num_events(self) -> int:
@@ -137,7 +137,7 @@ class RunSnapshot:
         return 0 if never_logged else self.num_bad
 
     def reported(self, name: str) -> float:
-        """Return the first number called ``name`` in the ranks' reports; NaN if missing."""
+        """Return the first value of the field ``name`` in the ranks' reports; NaN if missing."""
         values = [getattr(report, name) for report in self.reports]
         return next((value for value in values if not math.isnan(value)), math.nan)
 
@@ -149,9 +149,9 @@ class RunSnapshot:
 
 @final
 class Run:
-    """Collects the steps of one run; a snapshot is measured from these steps and never changes.
+    """Collects the steps of one run.  Snapshots are computed from these steps and never change.
 
-    During training, a synchronous step counts once every rank has reported the step.
+    During training, a synchronous step counts only if every rank has reported the step.
 
     Args:
         known: the fields of ``RunSnapshot`` that are known before the first step.
@@ -163,7 +163,7 @@ class Run:
         self._num_rows = 0
         self._num_measured = 0
         self._is_settled = False
-        """True if the run is over and has been measured since then."""
+        """True if the run is over and its last snapshot has been computed."""
         self._lock = threading.Lock()  # one thread adds steps, other threads take snapshots
 
     @property
@@ -172,7 +172,7 @@ class Run:
         return self._now.run_id
 
     def add(self, batch: EventBatch) -> None:
-        """Add a batch."""
+        """Add a batch of events."""
         assert batch.run_id == self.run_id, (batch.run_id, self.run_id)
         with self._lock:
             self._rows.append(rows_of(batch))
@@ -191,12 +191,12 @@ class Run:
             self._set(reports=tuple(sorted([*reports, report], key=lambda each: each.rank)))
 
     def end(self, status: Status, detail: str = "") -> None:
-        """Set how the run ended; may be called again."""
+        """Set the run's final status and the reason; may be called again."""
         with self._lock:
             self._set(status=Status(status), detail=detail)
 
     def snapshot(self) -> RunSnapshot:
-        """Return the run as it is now, or the last snapshot if there are few new steps."""
+        """Return a new snapshot, or the last snapshot if there are few new steps."""
         with self._lock:
             has_grown = self._num_rows * (1 - GROWTH) > self._num_measured
             if has_grown or not (self._now.is_running or self._is_settled):
@@ -281,7 +281,7 @@ class StepSplit:
 
     @property
     def exposed_share(self) -> float:
-        """Share of the step that a worker exchanges tensors or waits for other ranks."""
+        """Share of the step in which a worker exchanges tensors or waits for other ranks."""
         if not self.is_known:
             return math.nan
         return (self.parts.communication + self.parts.waiting) / self.seconds

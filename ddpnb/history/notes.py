@@ -1,11 +1,11 @@
-"""The notes beside the numbers of a strategy, for example on unstable momentum.  (Kernel.)
+"""The notes that tables show for a strategy, for example on unstable momentum.  (Kernel.)
 
 Asynchronous SGD has one server, momentum m, N workers of weight 1/N and a staleness of d.  Near a
 minimum, a coordinate along a direction of curvature h follows
 
     w(t+1)  =  w(t) + m (w(t) - w(t-1)) - a w(t-d),     a = (lr / N) h
 
-``docs/staleness.md`` derives the limit of a.  A test compares this limit with the recurrence.
+``docs/staleness.md`` derives the largest stable a.  A test compares it with the recurrence.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from ddpnb.protocol.messages import Mark
 from ddpnb.protocol.notation import parse_strategy
 
 WORTH_WORDS = 0.5
-"""The largest stable fraction of the synchronous learning rate that gets a note."""
+"""ddpnb adds a note if the stable fraction of the synchronous learning rate is at most this."""
 
 
 def notes_of(
@@ -47,12 +47,12 @@ def _described(mark: Mark, run: RunSnapshot) -> str:
     text = f"rank {mark.rank} {mark.text} at {mark.seconds:.1f} s"
     on_purpose = () if run.spec is None else run.spec.kill
     if mark.kind.is_death and not any(kill.startswith(f"{mark.rank}@") for kill in on_purpose):
-        return f"{text}; steps of the half second before may be missing"
+        return f"{text}; steps in the half second before may be missing"
     return text
 
 
 def _on_momentum(runs: Sequence[RunSnapshot], staleness: float) -> tuple[str, ...]:
-    """Return the note on a momentum for which only small learning rates are stable."""
+    """Return the note on a momentum that is stable only with small learning rates."""
     spec, header = runs[0].spec, runs[0].header
     if spec is None or header is None or any(run.is_running for run in runs):
         return ()
@@ -72,7 +72,7 @@ def _on_momentum(runs: Sequence[RunSnapshot], staleness: float) -> tuple[str, ..
 
 
 def stable_rate(momentum: float, staleness: int) -> float:
-    """Return the limit of a: bisect for the angle at which a root reaches the unit circle."""
+    """Return the largest stable a.  Bisect for the angle at which a root has magnitude 1."""
     low, high = 0.0, math.pi
     for _ in range(60):
         t = (low + high) / 2
@@ -82,5 +82,5 @@ def stable_rate(momentum: float, staleness: int) -> float:
 
 
 def stable_fraction(momentum: float, staleness: int, num_workers: int) -> float:
-    """Return the stable learning rate over synchronous SGD's at the same momentum, at most 1."""
+    """Return the stable learning rate, divided by synchronous SGD's stable rate; at most 1."""
     return min(1.0, num_workers * stable_rate(momentum, staleness) / (2 * (1 + momentum)))

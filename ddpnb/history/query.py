@@ -1,8 +1,8 @@
 """Finds stored runs by name.  (Kernel.)
 
-``digits-1`` is a comparison.  ``digits-1/ddp`` names all its repeats of ``ddp``, and
-``digits-1/ddp#2`` the second repeat.  ``ddp`` names the repeats of ``ddp`` in the latest
-comparison with ``ddp``, and ``mine`` the latest loop logged as ``mine``.
+``digits-1`` names a comparison.  ``digits-1/ddp`` names all repeats of ``ddp`` in it, and
+``digits-1/ddp#2`` names the second repeat.  ``ddp`` names the repeats of ``ddp`` in the latest
+comparison with ``ddp``.  ``mine`` names the latest loop that was logged as ``mine``.
 """
 
 import itertools
@@ -44,7 +44,7 @@ class StoredRun:
 
     @property
     def address(self) -> str:
-        """The name of only this run, e.g. ``digits-1/ddp#1``."""
+        """The name that no other run has, e.g. ``digits-1/ddp#1``."""
         return f"{self.comparison}/{self.name}#{self.repeat + 1}"
 
 
@@ -52,7 +52,7 @@ def resolve(address: str, runs: Sequence[StoredRun]) -> tuple[StoredRun, ...]:
     """Return the runs that ``address`` names, oldest first.
 
     Args:
-        address: a comparison, strategy or repeat as above, or the id of a comparison or run.
+        address: a name as described above, or the id of a comparison or run.
         runs: all stored runs.
 
     Raises:
@@ -71,7 +71,7 @@ def resolve(address: str, runs: Sequence[StoredRun]) -> tuple[StoredRun, ...]:
 
 
 def all_names(runs: Sequence[StoredRun]) -> tuple[str, ...]:
-    """Return every name that ``resolve`` accepts, with the shortest kinds of names first."""
+    """Return every name that ``resolve`` accepts, starting with the shortest kind of name."""
     latest_first = sorted(runs, key=lambda run: -run.created)
     names = [run.name for run in latest_first]
     names += [run.comparison for run in latest_first]
@@ -112,8 +112,8 @@ def matching(
 
     Args:
         runs: all stored runs.
-        text: a part of each listed run's name, task or state, in upper or lower case.
-        last: number of lines to list, newest first; repeats of one strategy are one line.
+        text: a string in the name, task or state of each listed run; case does not matter.
+        last: maximum number of lines, newest first.  All repeats of a strategy are one line.
     """
     if last is not None and last < 1:
         raise UserError(f"--last must be at least 1, not {last}.")

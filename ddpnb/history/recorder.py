@@ -16,11 +16,11 @@ from ddpnb.protocol.messages import EventBatch, RankState, RunReport, RunSpec
 class Recorder:
     """Records the runs of one comparison during training.
 
-    If the disk fails, the training continues: ddpnb warns once and keeps the runs in memory.
+    If the disk fails, the training continues.  ddpnb warns once and keeps the runs in memory.
 
     Args:
         store: the store that keeps the runs.
-        name: the user's name for the comparison; empty: the task's name with a number.
+        name: the user's name for the comparison.  If empty, the task's name with a number is used.
         task: the task that the runs train.
         source: the cell that defines the task.
         specs: all planned runs, in order.
@@ -90,7 +90,7 @@ class Recorder:
         except StoreError as error:
             if not self._warned:
                 self._warned = True
-                warnings.warn(f"Runs are kept only in memory, not saved: {error}", stacklevel=2)
+                warnings.warn(f"ddpnb keeps the runs only in memory: {error}", stacklevel=2)
 
 
 def new_id() -> str:

@@ -1,4 +1,4 @@
-"""The rows of measured steps: one row for each step of each worker.  (Kernel.)"""
+"""The rows of measured steps, one row for each step of each worker.  (Kernel.)"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from ddpnb.protocol.messages import EventBatch, Parts
 Floats = NDArray[np.float64]
 
 Records = NDArray[Any]
-"""A structured array: one row per event, one named field per column."""
+"""A structured array with one row per event and one named field per column."""
 
 EVENT = np.dtype(
     [
@@ -47,7 +47,7 @@ def rows_of(batch: EventBatch) -> Records:
 
 
 def metrics_of(rows: Records) -> dict[str, str]:
-    """Return a dict from the user's name of each logged number to the number's field."""
+    """Return the field of each logged number, by the user's name for the number."""
     fields = (rows.dtype.names or ())[len(EVENT.names or ()) :]
     return {field.removeprefix(METRIC): field for field in fields}
 

@@ -2,7 +2,7 @@
 
 The store is one SQLite file.  Its rollback journal works on NFS homes, survives a kill at any
 moment, and lets two notebooks write in turns.  Steps are stored as the bytes of ``EVENT`` rows,
-all else as JSON.  The store never uses pickle, because a stranger's stored run must not run code.
+everything else as JSON.  The store never uses pickle, so that reading a run never runs code.
 """
 
 import dataclasses
@@ -29,16 +29,16 @@ from ddpnb.protocol.processes import working_folder
 FILE_NAME = "runs.sqlite3"
 
 FORMAT = 2
-"""Version of the tables below; increase it if earlier versions of ddpnb cannot read a change."""
+"""Version of the tables below.  Increase it if earlier versions of ddpnb cannot read a change."""
 
 WAIT_SECONDS = 5.0
-"""The longest wait for another notebook's write."""
+"""Maximum seconds to wait until another notebook has finished writing."""
 
 SAME_SECONDS = 1.5
-"""Tolerance for the start time of the same process, because the system clock can be adjusted."""
+"""Tolerance for a process's start time in seconds, because the system clock can be adjusted."""
 
 MAX_PENDING_BATCHES = 20_000
-"""Limit of batches kept in memory while the disk rejects writes; further batches are lost."""
+"""Maximum number of batches kept in memory while writes fail.  Further batches are lost."""
 
 TABLES = """
 CREATE TABLE comparisons (
@@ -89,20 +89,20 @@ REPORTS = "SELECT report FROM reports WHERE run = ? ORDER BY rank"
 
 
 class StoreError(UserError):
-    """The store could not read or write runs; a training continues."""
+    """The store could not read or write runs.  A running training continues."""
 
 
 @final
 class Store:
     """The runs of one folder.
 
-    Every method raises ``StoreError`` if the disk fails.  The next call writes failed batches
-    again.  A crash loses at most the batches of the last ``flush_seconds``.
+    Every method raises ``StoreError`` if the disk fails.  Batches that could not be written stay
+    in memory until the next write.  A crash loses at most ``flush_seconds`` of batches.
 
     Args:
         folder: the folder of the file, such as ``runs_folder()``.  If the folder does not exist,
             it is created with access only for the owner.
-        flush_seconds: seconds for which batches are collected before a write.
+        flush_seconds: seconds to collect batches before they are written.
     """
 
     def __init__(self, folder: Path, *, flush_seconds: float = 1.0) -> None:
@@ -125,8 +125,8 @@ class Store:
         """Store a comparison before its training; return the comparison with its final name.
 
         Args:
-            comparison: the comparison.  Its name gets a number if ``wanted_name`` is empty.
-            wanted_name: the user's name.  An earlier comparison with that name gets a number.
+            comparison: the comparison.  If ``wanted_name`` is empty, its name gets a number.
+            wanted_name: the user's name.  An earlier comparison with this name gets a number.
 
         Raises:
             UserError: the user's name is not valid.
@@ -198,7 +198,7 @@ class Store:
         """Return one comparison with the runs that ``addresses`` name.
 
         Args:
-            addresses: names for ``query.resolve``, e.g. ``"digits-1/ddp"``, ``"mine"``.
+            addresses: names as in ``query.resolve``, e.g. ``"digits-1/ddp"``, ``"mine"``.
 
         Raises:
             UserError: no run has such a name; the message suggests the closest names.
@@ -213,14 +213,14 @@ class Store:
         return overlay(parts)
 
     def delete(self, address: str) -> tuple[str, ...]:
-        """Delete the runs that ``address`` names, and their weights; return the addresses.
+        """Delete the runs that ``address`` names, with their weights; return their addresses.
 
         Raises:
             UserError: one of the runs is being trained.
         """
         found = query.resolve(address, self.list())
         if busy := [run.address for run in found if run.status is Status.RUNNING]:
-            raise UserError(f"{', '.join(busy)} is being trained. To stop it: %ddp_interrupt")
+            raise UserError(f"{', '.join(busy)} is being trained. Stop it with %ddp_interrupt.")
         with self._write() as connection:
             connection.executemany("DELETE FROM runs WHERE id = ?", [(r.run_id,) for r in found])
             connection.executemany(
@@ -271,7 +271,7 @@ class Store:
 
     @contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:
-        """Return a context with a connection that commits all changes together, or no change."""
+        """Return a context with a connection.  All changes are committed together, or none."""
         with self._lock, self._store_errors("written"):
             self._connection.execute("BEGIN IMMEDIATE")
             with self._connection:  # commits or rolls back
@@ -310,7 +310,7 @@ def runs_folder(start: Path | None = None) -> Path:
     folder is ``data/runs`` in ``start``.
 
     Args:
-        start: the first folder of the search; default: the working directory.
+        start: the first folder of the search; by default the working folder.
     """
     here = (start or working_folder()).resolve()
     project = next((folder for folder in (here, *here.parents) if _is_project(folder)), here)
@@ -384,10 +384,10 @@ def from_text(kind: type[Message], text: str) -> Message:
 
 
 def _from_fields(kind: type[Message], given: Mapping[str, Any]) -> Message:
-    """Return a message with the given fields, without unknown fields.
+    """Return a message with the given fields.  Unknown fields are ignored.
 
-    Old runs stay readable: a spec with a strategy, task or option that is no longer in the
-    catalogue is returned unchecked.
+    To keep old runs readable, a spec with a strategy, task or option that is no longer in the
+    catalogue is returned without checks.
     """
     fields = dataclasses.fields(kind)
     values: dict[str, Any] = {
@@ -410,7 +410,7 @@ def writer_of(process: psutil.Process) -> str:
 
 
 def is_written(writer: str) -> bool:
-    """Return True if the kernel that writes a run is alive, or if it is on another host."""
+    """Return True if the kernel that writes a run is alive or is on another host."""
     host, pid, began = writer.rsplit(" ", 2)
     if host != platform.node():
         return True

@@ -1,7 +1,7 @@
 """Computes every number of the final table for each strategy.  (Kernel.)
 
 Speeds, losses over time and parts of a step are computed from the steps of the runs.  Scores and
-the final loss are from evaluations; bytes received, memory and lost samples are counts of ranks.
+the final loss come from evaluations.  The ranks report bytes received, memory and lost samples.
 """
 
 import math
@@ -24,10 +24,10 @@ from ddpnb.protocol.messages import Evaluation, Memory
 from ddpnb.protocol.notation import Target
 
 SHORT_SECONDS = 4.0
-"""The shortest training that measures a strategy's speed reliably, in seconds."""
+"""Minimum training seconds to measure a strategy's speed reliably."""
 
 StrategyKey = tuple[str, str]
-"""The comparison and the name that the repeats of one strategy share."""
+"""The name of the comparison and the name of the strategy.  All repeats share both names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +35,9 @@ class Spread:
     """A number and its range."""
 
     middle: float = math.nan
-    """The median over repeats; for samples/s, the geometric mean."""
+    """The median over repeats, or the geometric mean for samples/s."""
     low: float = math.nan
-    """The lower end of the range over repeats; NaN with only one repeat."""
+    """The lower end of the range over repeats; NaN if there is only one repeat."""
     high: float = math.nan
 
 
@@ -48,11 +48,11 @@ class StrategySummary:
     name: str
     comparison: str
     label: str
-    """The name to show, with the comparison's name if there are several; marked if emulated."""
+    """The name to show, with the comparison if there are several, and "(emulated)" if needed."""
     runs: tuple[RunSnapshot, ...]
     """All repeats."""
     num_runs: int
-    """Number of finished repeats; before any has finished, of all begun repeats."""
+    """Number of finished repeats, or of all begun repeats if no repeat has finished."""
     num_workers: int
     """Number of workers; 0 if unknown."""
     status: Status
@@ -60,7 +60,7 @@ class StrategySummary:
     rates: Mapping[int, float]
     """Samples/s by repeat, without repeats of unknown speed."""
     tenths: tuple[float, ...]
-    """Samples/s in each tenth of the only run; empty with several repeats."""
+    """Samples/s in each tenth of the only run; empty if there are several repeats."""
     ideal: float
     """Samples/s of all devices if each device were as fast as ``single``."""
     ceiling: float
@@ -75,7 +75,7 @@ class StrategySummary:
     """Samples/s, divided by ``ceiling``: the share that communication leaves."""
     split: StepSplit
     scores: Mapping[str, Spread]
-    """Scores of the trained models, by the titles of columns; see ``_scores``."""
+    """Scores of the trained models, by the title of the column; see ``_scores``."""
     num_held_out: int
     """Number of held-out samples in the model's evaluation; 0 if unknown."""
     bytes_received: float
@@ -83,12 +83,12 @@ class StrategySummary:
     staleness_median: float
     staleness_max: float
     num_lost_samples: int
-    """Number of samples handed out without a gradient in return."""
+    """Number of samples for which no worker returned a gradient."""
     memory: Memory
-    """Memory of the rank that holds most; all 0 before the first report."""
+    """Memory of the rank with the largest total; all values are 0 before the first report."""
     seconds_to_target: Spread
-    """Seconds until the smoothed training loss, or the held-out accuracy, reached the target;
-    infinite if a repeat never reached the target."""
+    """Seconds until the smoothed training loss, or the held-out accuracy, reached the target.
+    Infinite if a repeat never reached the target."""
     samples_to_target: Spread
     num_missed_target: int
     """Number of repeats that never reached the target."""
@@ -101,14 +101,14 @@ class StrategySummary:
     is_ceiling: bool
     """True if ddpnb added the strategy only to measure the ceiling."""
     is_emulated: bool
-    """True if the strategy is emulated: the speed is not the real strategy's speed."""
+    """True if the strategy is emulated, so that its speed is not the real strategy's speed."""
     is_short: bool
     """True if a run ended before its speed could be measured reliably."""
     notes: tuple[str, ...]
 
     @property
     def key(self) -> StrategyKey:
-        """The comparison and the name that all repeats share."""
+        """The comparison's name and the strategy's name."""
         return (self.comparison, self.name)
 
 
@@ -120,12 +120,12 @@ def summarise(comparison: Comparison, target: Target | None = None) -> tuple[Str
 
     Args:
         comparison: the comparison with the runs.
-        target: the target for ``seconds_to_target``; None: no target.
+        target: the target for ``seconds_to_target``; None if there is no target.
     """
     groups = group_runs(comparison.runs)
     rates = {key: by_repeat(_counted(runs), samples_per_second) for key, runs in groups.items()}
     levels, linked = _levels(rates)
-    settled = {  # a run that still trains is no reference for other runs
+    settled = {  # a run that still trains cannot be the reference of other runs
         key: levels[key]
         for key in linked
         if not any(run.is_running for run in _counted(groups[key]))
@@ -145,8 +145,8 @@ def _levels(
     """Return each strategy's samples/s, and the strategies with comparable samples/s.
 
     Samples/s are geometric means over repeats.  If a strategy lacks repeats that ``single`` has,
-    its own mean would not be comparable.  Then samples/s are the mean of ``single``, multiplied by
-    the mean ratio in the repeats that both have.  So the ratio to ``single`` is the measured ratio.
+    its mean is not comparable.  Its samples/s are then the mean of ``single``, multiplied by the
+    mean ratio over the repeats that both have.  So the speed-up equals the measured ratio.
     """
     levels: dict[StrategyKey, float] = {}
     linked = set()
@@ -169,9 +169,9 @@ def group_runs(runs: Sequence[RunSnapshot]) -> dict[StrategyKey, list[RunSnapsho
 
 
 def samples_per_second(run: RunSnapshot) -> float:
-    """Return all samples divided by the slowest worker's training seconds; NaN before any sample.
+    """Return all samples, divided by the training seconds of the slowest worker; NaN if unknown.
 
-    All workers of a ceiling train for the same time, each counted as fast as the slowest worker.
+    All workers of a ceiling train for the same time.  Each counts as fast as the slowest worker.
     """
     if run.is_ceiling and not run.is_running and (workers := [r for r in run.ranks if r.seconds]):
         return len(workers) * min(rank.num_samples / rank.seconds for rank in workers)
@@ -181,7 +181,7 @@ def samples_per_second(run: RunSnapshot) -> float:
 def by_repeat(
     runs: Sequence[RunSnapshot], number_of: Callable[[RunSnapshot], float]
 ) -> Mapping[int, float]:
-    """Return a number of each run by repeat, without numbers that are unknown or not positive.
+    """Return a number of each run, by repeat.  Unknown and non-positive numbers are left out.
 
     If runs share a repeat number, as hand-written loops do, the runs are numbered in order.
     """
@@ -222,7 +222,7 @@ def spread(values: Sequence[float], middle: float | None = None) -> Spread:
 def time_to_target(run: RunSnapshot, target: Target) -> tuple[float, float]:
     """Return the second and the sample at which a run first reached ``target``; NaN if never.
 
-    The smoothed training loss must be as low as the target, or the held-out accuracy as high.
+    The smoothed training loss must fall to the target, or the held-out accuracy rise to it.
     Between two evaluations, the accuracy is interpolated linearly.
     """
     if target.is_accuracy:
@@ -236,7 +236,7 @@ def time_to_target(run: RunSnapshot, target: Target) -> tuple[float, float]:
 
 
 def evaluations(run: RunSnapshot) -> tuple[Evaluation, ...]:
-    """Return the held-out curve of a run, with the trained model as last point; may be empty."""
+    """Return the held-out curve of a run.  The last point is the trained model.  May be empty."""
     found = next((report.evaluations for report in run.reports if report.evaluations), ())
     if not found or run.status is not Status.FINISHED:
         return found
@@ -342,7 +342,7 @@ def _scores(run: RunSnapshot) -> dict[str, float]:
 
 
 def _reached(runs: Sequence[RunSnapshot], target: Target) -> list[tuple[float, float]]:
-    """Return when each run reached the target; infinity for a finished run that never did."""
+    """Return the second and sample at which each run reached the target; infinity if never."""
     found = []
     for run in runs:
         if evaluations(run) or not target.is_accuracy:
@@ -360,10 +360,10 @@ def _num_workers(run: RunSnapshot) -> int:
 
 
 def num_devices(run: RunSnapshot) -> int:
-    """Return the number of devices for the efficiency; a GPU that ranks share counts once."""
+    """Return the number of devices for the efficiency.  A GPU that ranks share counts once."""
     return (run.header.num_devices if run.header is not None else 0) or _num_workers(run)
 
 
 def _counted(runs: Sequence[RunSnapshot]) -> list[RunSnapshot]:
-    """Return the finished runs, or all runs if none finished.  A failed run changes no mean."""
+    """Return the finished runs, or all runs if none finished.  Failed runs do not change means."""
     return [run for run in runs if run.status is Status.FINISHED] or list(runs)

@@ -1,9 +1,9 @@
 """Chooses the learning rate of each strategy if several rates are tried.  (Kernel.)
 
 ``--lr 0.02,0.05,0.1`` trains each strategy once at each rate, all with the first repeat's seed.
-For each strategy, the comparison uses the rate with the lowest held-out loss.  The run at that rate
-is the first repeat.  All other repeats train at that rate.  A NaN or infinite loss never wins.
-If all losses are NaN or infinite, the comparison uses the smallest rate.
+For each strategy, the comparison uses the rate with the lowest held-out loss.  The run at this rate
+is the first repeat, and all other repeats train at this rate.  NaN and infinite losses count as
+highest.  If all losses are NaN or infinite, the comparison uses the smallest rate.
 """
 
 import math
@@ -29,7 +29,7 @@ def split(
 
 
 def tried(runs: Sequence[RunSnapshot]) -> dict[tuple[str, str], list[RunSnapshot]]:
-    """Return the runs at all learning rates by comparison and strategy, if several are tried."""
+    """Return the runs of each comparison and strategy for which several rates are tried."""
     groups: dict[tuple[str, str], list[RunSnapshot]] = {}
     for run in runs:
         if run.repeat == 0 and run.spec is not None and run.spec.rates:
@@ -38,7 +38,7 @@ def tried(runs: Sequence[RunSnapshot]) -> dict[tuple[str, str], list[RunSnapshot
 
 
 def has_score(run: RunSnapshot) -> bool:
-    """Return True if the held-out loss of a run is finite, so that the run may win."""
+    """Return True if the held-out loss of a run is finite, so that its rate may be chosen."""
     return math.isfinite(run.reported("held_out_loss"))
 
 
@@ -49,7 +49,7 @@ def has_diverged(run: RunSnapshot) -> bool:
 
 
 def _rank(run: RunSnapshot) -> tuple[bool, bool, bool, float, float]:
-    """Return the sorting key for a strategy's runs; a training run is first, so it is drawn."""
+    """Return the sorting key for a strategy's runs.  A run that trains now comes first."""
     is_cut_short = run.status not in (Status.FINISHED, Status.FAILED)
     loss = run.reported("held_out_loss") if has_score(run) else math.inf
     return not run.is_running, not has_score(run), is_cut_short, loss, _rate(run)

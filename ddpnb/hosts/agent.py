@@ -1,7 +1,7 @@
 """The agent of a host, which is the fork server of the host's ranks (agent).
 
-The relay of the host starts the agent, and passes the kernel's JSON frames on to the agent.  Before
-the agent imports torch, it reports the host's properties and whether it reaches the other hosts.
+The relay of the host starts the agent and sends it the kernel's JSON frames.  Before the agent
+imports torch, it reports the host's properties and whether the host can reach the other hosts.
 When the agent's pipe closes, the agent ends all its ranks, as every fork server does.
 """
 
@@ -39,9 +39,9 @@ class Agent:
     sockets: str
     """The path, without numbers, of the controller's sockets that ssh forwards; may be empty."""
     listener: socket.socket | None = None
-    """The socket to which other hosts connect to check that they reach this host."""
+    """The socket to which other hosts connect, to check that they can reach this host."""
     master: socket.socket | None = None
-    """The socket that reserves rank 0's port; None if rank 0 is on another host."""
+    """The socket that reserves the port for rank 0; None if rank 0 is on another host."""
 
     def check(
         self, *, home: str, interface: str, others: list[str], port: int | None
@@ -49,8 +49,8 @@ class Agent:
         """Describe this host, and open a port that the other hosts probe.
 
         Without an ``interface``, ddpnb uses the network over which ssh reached this host.  On the
-        kernel's own host, ddpnb uses the network that leads to ``others``.  ``port`` is reserved
-        for rank 0; 0 means any free port, and None means that rank 0 is on another host.
+        kernel's own host, ddpnb uses the network that leads to ``others``.  The agent reserves
+        ``port`` for rank 0.  0 means any free port.  None means that rank 0 is on another host.
         """
         known = interfaces()
         address = next(iter(known.get(interface, [])), "") if interface else address_of_ssh()
@@ -78,7 +78,7 @@ class Agent:
     def prepare(self, *, environment: dict[str, str], connection: dict[str, Any]) -> int:
         """Write the engines' connection file, import torch, and return the number of GPUs.
 
-        Torch sees ``environment``.  Links give forwarded sockets the connection file's names.
+        Torch runs with ``environment``.  Symbolic links give forwarded sockets the expected names.
         """
         profile = self.server.folder / "profile"
         (profile / "security").mkdir(parents=True)

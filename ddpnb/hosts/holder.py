@@ -1,8 +1,8 @@
-"""A process with ipyparallel's launcher, which ends with the kernel (kernel's host).
+"""The process of ipyparallel's launcher, which ends when the kernel ends (kernel's host).
 
 ``python -m ddpnb.hosts.holder`` lets a launcher start relays instead of engines, through Slurm,
 MPI, PBS, LSF, SGE or HTCondor.  The argument and the profile's ``ipcluster_config.py`` choose the
-launcher.  The relays end when this process's standard input closes.  Errors go to standard error.
+launcher.  When the standard input of this process closes, the relays end.
 """
 
 import asyncio
@@ -26,9 +26,9 @@ SLURM = """#!/bin/sh
 #SBATCH --nodes={{n}} --ntasks-per-node=1 --cpus-per-task={num_ranks}
 srun --no-kill --nodes={{n}} --mem=0 --cpu-bind=none --mpi=none {{program_and_args}}
 """
-"""The job of one program per node, which may use all of the job's cores and survives lost nodes."""
+"""The Slurm job: one program per node that may use all cores.  The job survives lost nodes."""
 MPI = ["--map-by", "ppr:1:node", "--bind-to", "none"]
-"""The arguments for one program per host, which may use all cores of the host."""
+"""The arguments for one program per host that may use all cores of the host."""
 
 
 async def main(
@@ -37,7 +37,7 @@ async def main(
     """Start the relays on ``num`` hosts, and wait until the kernel or the job ends.
 
     Each host will run ``num_ranks`` ranks.  The launcher writes its batch script into ``folder``.
-    ``words`` is the relay's command line; the last word is the path of the file with keys.
+    ``words`` is the relay's command line.  The last word is the path of the file with keys.
     """
     file = Path(words[-1])
     try:
@@ -60,7 +60,7 @@ async def main(
 
 
 async def end_of(launcher: Any) -> None:
-    """Wait until the launcher's programs have ended; for Slurm, ask ``squeue`` regularly."""
+    """Wait until the launcher's programs have ended.  For Slurm, ask ``squeue`` regularly."""
     over = asyncio.Event()
     launcher.on_stop(lambda _: over.set())
     while not over.is_set():
@@ -74,7 +74,7 @@ async def end_of(launcher: Any) -> None:
 
 
 def make_launcher(profile: str, engines: str, folder: str, words: list[str]) -> Any:
-    """Return ipyparallel's launcher; raise ValueError if neither profile nor option names one."""
+    """Return ipyparallel's launcher; raise ValueError if neither profile nor option names it."""
     options = {"engines": engines} if engines else {}
     cluster = ipp.Cluster(profile=profile or "default", log_level=logging.WARNING, **options)
     if not engines and "engine_launcher_class" not in cluster.config.get("Cluster", {}):

@@ -24,20 +24,20 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import atomic_write
 
 WAIT_SECONDS = 600.0
-"""The default limit for the time until all hosts are connected."""
+"""Default number of seconds to wait until all hosts are connected."""
 POLL_SECONDS = 0.1
 REPORT_SECONDS = 2.0
 STOP_SECONDS = 60.0
-"""The limit for the time in which a launcher ends its programs."""
+"""Maximum seconds to wait until a launcher has ended its programs."""
 STRICT = {"TRAITLETS_APPLICATION_RAISE_CONFIG_FILE_ERROR": "1"}
-"""Makes an error in a profile fatal; otherwise traitlets reads the profile as empty."""
+"""Environment that makes errors in a profile fatal.  By default, traitlets ignores the profile."""
 
 
 class LaunchedHosts:
     """The relays that one launcher starts."""
 
     def __init__(self, spec: HostsSpec, folder: Path) -> None:
-        """Make the launcher start relays; ``wait`` waits for them."""
+        """Make the launcher start relays.  ``wait`` waits until the relays are connected."""
         if spec.profile and spec.profile not in profiles():
             raise UserError(
                 f"ipyparallel has no profile {spec.profile}, only {', '.join(profiles())}. Create "
@@ -80,8 +80,8 @@ class LaunchedHosts:
             here = f"{len(relays)} of {self._num}"
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"{here} hosts of {self._what} connected within {self._seconds:g} s. To wait "
-                    "longer, add --timeout."
+                    f"Only {here} hosts of {self._what} connected within {self._seconds:g} s. To "
+                    "wait longer, add --timeout."
                 )
             if self._holder.poll() is not None:
                 raise UserError(self._explain_end(here))
@@ -90,7 +90,7 @@ class LaunchedHosts:
                 next_report = time.monotonic() + min(REPORT_SECONDS, self._seconds / 4)
             time.sleep(POLL_SECONDS)
             if lost := relays - (relays := set(self.router.relays)):
-                raise UserError(f"{len(lost)} hosts of {self._what} disconnected while starting.")
+                raise UserError(f"Lost {len(lost)} hosts of {self._what}. Start the ranks again.")
         self._file.unlink(missing_ok=True)
         found = sorted((relay.host, name) for name, relay in self.router.relays.items())
         return [RemoteHost(name=host, size=self._size, relay=name) for host, name in found]
@@ -119,7 +119,7 @@ class LaunchedHosts:
             self._holder.wait()
 
     def _explain_end(self, here: str) -> str:
-        """Return a sentence that explains the launcher's end with the last line of its log."""
+        """Return a sentence on the launcher's end, with the last line of the launcher's log."""
         text = self._log.read_text(errors="replace")
         lines = [line.strip(" -.") for line in text.splitlines() if "srun: error" not in line]
         end = next(filter(None, reversed(lines)), "it printed no message")
@@ -127,7 +127,7 @@ class LaunchedHosts:
 
 
 def own_address(interface: str) -> str:
-    """Return this host's address for other hosts, on the user's interface if there is one."""
+    """Return the address at which other hosts reach this host, on ``interface`` if given."""
     if not interface:
         return next(iter(public_ips()), "127.0.0.1")
     if found := interfaces().get(interface, []):

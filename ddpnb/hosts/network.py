@@ -14,11 +14,11 @@ import psutil
 from ddpnb.protocol.processes import ephemeral_ports
 
 PROBE_SECONDS = 3.0
-"""The limit for the time to connect to another host."""
+"""Maximum seconds to wait for a connection to another host."""
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that must agree on all hosts, without imports; empty: not installed."""
+    """Return the versions that must be equal on all hosts; empty if a package is missing."""
     found = {"Python": platform.python_version().rpartition(".")[0]}
     for package in ("ddpnb", "torch"):
         try:
@@ -38,7 +38,7 @@ def interfaces() -> dict[str, list[str]]:
 
 def address_of_ssh() -> str:
     """Return the address over which ssh reached this host, or the loopback address without ssh."""
-    parts = os.environ.get("SSH_CONNECTION", "").split()  # may be another host's in a batch job
+    parts = os.environ.get("SSH_CONNECTION", "").split()  # in a batch job, maybe another host's
     address = parts[2].removeprefix("::ffff:") if len(parts) == 4 else ""
     is_own = any(address in found for found in interfaces().values())
     return address if is_own else "127.0.0.1"
@@ -60,7 +60,7 @@ def is_loopback(address: str) -> bool:
 def reserve_port(address: str, port: int = 0) -> socket.socket:
     """Reserve a port, by default any free port, until the returned socket is closed.
 
-    Another process can still listen at the port if it gives the number and SO_REUSEADDR.
+    Another process can still listen at the port if it names the port and sets SO_REUSEADDR.
     """
     kept = socket.socket()
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -71,8 +71,8 @@ def reserve_port(address: str, port: int = 0) -> socket.socket:
 def free_ports(address: str, num: int) -> list[int]:
     """Return free ports of an address outside the range that the system assigns automatically.
 
-    So the ports stay free until the controller listens.  ``Group.abort`` closes connections between
-    ranks; the ports distinguish connections to the controller, which stay open.
+    So the ports stay free until the controller listens.  ``Group.abort`` closes connections except
+    those to the controller, which it recognizes by these ports.
     """
     every, others = range(10_000, 65_536), ephemeral_ports()
     candidates = [port for port in every if port not in others] or list(every)
@@ -88,7 +88,7 @@ def free_ports(address: str, num: int) -> list[int]:
 
 
 def probe(others: Sequence[tuple[str, int]]) -> tuple[int, str] | None:
-    """Connect to addresses; return the index of the first that fails with its error, or None."""
+    """Connect to addresses; return the index and the error of the first failure, or None."""
     for number, address in enumerate(others):
         try:
             socket.create_connection(address, PROBE_SECONDS).close()

@@ -1,8 +1,8 @@
 """The processes of a cluster on several hosts (kernel).
 
-The fork server on the kernel's host starts only the controller.  Each host has an agent, which is
-the fork server of the host's ranks, and a relay, which connects the agent to the kernel.  The
-kernel's own host, and a second name of a host in ssh's configuration, count as ordinary hosts.
+The fork server on the kernel's host starts only the controller.  Each host has an agent and a
+relay.  The agent is the fork server of the host's ranks.  The relay connects the agent to the
+kernel.  The kernel's own host, and a second name of a host in ssh, count as ordinary hosts.
 """
 
 import json
@@ -36,7 +36,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import KernelRequest, working_folder
 
 MAX_CLOCK_SECONDS = 5.0
-"""The largest difference of a host's clock; ddpnb compares times of runs and of checkpoints."""
+"""Maximum difference between a host's clock and this host's clock, in seconds."""
 
 
 def start_cluster(spec: ClusterSpec, progress: Callable[[str], None] = lambda _: None) -> Cluster:
@@ -115,7 +115,7 @@ class HostProcesses(Processes):
             raise
 
     def stop(self) -> None:
-        """End every process on every host and wait for it; may be called twice."""
+        """End every process on every host, and wait until all have ended; may be called twice."""
         for host in self._hosts:
             host.link.begin_stop()
         deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
@@ -191,7 +191,7 @@ class HostProcesses(Processes):
             host.report["num_gpus"] = num_gpus
 
     def _check_links(self) -> None:
-        """Raise UserError unless each host reaches every other host."""
+        """Raise UserError unless each host can reach every other host."""
         hosts = self._hosts
         where = [(host.report["address"], host.report["port"]) for host in hosts]
         found = self._ask(hosts, KernelRequest.PROBE, others=where)
@@ -199,7 +199,7 @@ class HostProcesses(Processes):
             if failed is not None:
                 number, error = failed
                 raise UserError(
-                    f"Host {host.name} does not reach host {hosts[number].name} at its address "
+                    f"Host {host.name} cannot reach host {hosts[number].name} at the address "
                     f"{where[number][0]} ({error.lower()}). Open the ports between the hosts, or "
                     "choose another network with --interface."
                 )
@@ -225,4 +225,4 @@ def check_host(host: RemoteHost, home: Path, interface: str) -> None:
         raise UserError(f"The clock of host {name} is off by {off:+.0f} s. Run NTP on both hosts.")
     if interface and not report["address"]:
         known = ", ".join(report["interfaces"])
-        raise UserError(f"Host {name} has no interface {interface} with IPv4, only {known}.")
+        raise UserError(f"Host {name} has no interface {interface} with IPv4. Choose from {known}.")

@@ -1,11 +1,11 @@
-"""The relay of a host: starts the agent, and passes frames between agent and kernel (relay).
+"""The relay of a host: starts the agent, and forwards frames between agent and kernel (relay).
 
 ssh or a launcher of ipyparallel starts ``python -m ddpnb.hosts.relay``.  The relay connects to the
 kernel over TCP or over a Unix socket that ssh forwards.  It reads the kernel's address and the keys
-from standard input, or from the file in its first argument.  The relay keeps ZMQ and ZMQ's threads
-out of the agent, because the agent forks.
+from standard input, or from the file that its first argument names.  ZMQ's threads run in the
+relay, not in the agent, because the agent forks.
 
-When the connection to the kernel is lost, the relay closes the agent's pipe, which ends the ranks.
+When the connection to the kernel is lost, the relay closes the agent's pipe, so that the ranks end.
 When the agent ends, the relay kills its remaining processes and removes its files.
 """
 
@@ -31,9 +31,9 @@ from ddpnb.hosts.wire import COME_MS, Word, keep_alive
 from ddpnb.protocol.processes import PIPE_SECONDS, RUN_FOLDER, limit_waits, parent_folder
 
 SHARED_SECONDS = 10.0
-"""The limit for the time until a file from another host appears on a shared disk."""
+"""Maximum seconds to wait until a file from another host appears on a shared disk."""
 END_SECONDS = 10.0
-"""The limit for the time in which an agent ends its ranks after its pipe is closed."""
+"""Maximum seconds to wait for an agent to end its ranks after its pipe is closed."""
 TASK_VARIABLES = (
     *("OMPI_", "PMIX_", "PMI_"),
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
@@ -45,7 +45,7 @@ TASK_VARIABLES = (
 def run(place: dict[str, Any], kernel: "zmq.Socket[bytes]") -> bool:
     """Run an agent until the agent or the kernel ends; return True if the kernel ever answered.
 
-    ``Router.place`` describes ``place``.
+    See ``Router.place`` for the contents of ``place``.
     """
     name = place["name"] or secrets.token_hex(8)
     folder = parent_folder() / f"{RUN_FOLDER}{name}"
@@ -89,7 +89,7 @@ def run(place: dict[str, Any], kernel: "zmq.Socket[bytes]") -> bool:
 def pass_on(
     pipe: Connection, kernel: "zmq.Socket[bytes]", end_of_kernel: "zmq.Socket[bytes]"
 ) -> bool:
-    """Pass frames on until agent or kernel ends; return True if the kernel ever answered."""
+    """Forward frames until agent or kernel ends; return True if the kernel ever answered."""
     is_known, deadline = False, time.monotonic() + COME_MS / 1000
     poller = zmq.Poller()
     for each in (kernel, end_of_kernel, pipe.fileno()):
@@ -118,7 +118,7 @@ def send(kernel: "zmq.Socket[bytes]", word: Word, content: bytes = b"") -> None:
 
 
 def read_place(path: str) -> dict[str, Any]:
-    """Return the kernel's address and keys from a file, which may appear later, or from stdin."""
+    """Return the kernel's address and keys from stdin, or from a file that may appear later."""
     deadline = time.monotonic() + SHARED_SECONDS
     while path and not os.path.exists(path):
         if time.monotonic() > deadline:

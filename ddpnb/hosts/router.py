@@ -1,4 +1,4 @@
-"""The router: one thread between the socket of all relays and a pipe for each agent (kernel)."""
+"""The router: a thread that connects the socket of all relays to the agents' pipes (kernel)."""
 
 import hmac
 import json
@@ -29,7 +29,7 @@ class Relay:
     host: str
     """The host's name for itself."""
     reached: str
-    """The address over which ssh reached the host; the loopback address without ssh."""
+    """The address over which ssh reached the host, or the loopback address without ssh."""
     pipe: Connection
     """The kernel's end of the pipe to the agent."""
     end: Connection
@@ -43,7 +43,7 @@ class RemoteHost:
     name: str
     """The user's name for the host, or the host's name for itself."""
     size: int | None
-    """The number of ranks to start on the host; None: ddpnb chooses the number."""
+    """The number of ranks to start on the host.  If None, ddpnb chooses the number."""
     relay: str
     """The name of the host's relay in the router."""
     link: ForkServerLink = field(init=False)
@@ -74,10 +74,10 @@ class Router:
         self._thread.start()
 
     def place(self, *, name: str = "", endpoint: str = "", sockets: str = "") -> dict[str, Any]:
-        """Return the address and keys for a relay; any process with them can connect.
+        """Return the address and the keys for a relay.  Any process that has both can connect.
 
         Without a name, the relay chooses a name.  The relay connects to ``endpoint``, by default
-        this router's address.  ``sockets`` is the path of ssh's forwarded sockets without numbers.
+        this router's address.  ``sockets`` is the path of ssh's forwarded sockets, without numbers.
         """
         return {
             "name": name,
@@ -89,7 +89,7 @@ class Router:
         }
 
     def stop(self) -> None:
-        """Disconnect all relays, which ends them; may be called twice."""
+        """Disconnect all relays, so that they end; may be called twice."""
         self._control.close()
         self._thread.join(STOP_SECONDS)
 

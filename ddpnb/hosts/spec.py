@@ -23,18 +23,18 @@ class HostsSpec(ClusterSpec):
     )
     python: str = option(
         "",
-        "Python on the hosts; by default the kernel's Python path if it exists, otherwise python3",
+        "path of Python on the hosts; by default the kernel's path, or python3 if it is missing",
         example="PATH",
     )
     engines: str = option(
         "",
-        "ipyparallel's launcher, which starts the ranks instead of ssh",
+        "the launcher of ipyparallel that starts the ranks, instead of ssh",
         example="NAME",
         choices=ENGINES,
     )
     profile: str = option("", "ipyparallel profile that configures the launcher", example="NAME")
     ranks_per_host: int | None = option(
-        None, "ranks per host, with --engines or --profile; default: all ranks on one host", least=1
+        None, "ranks per host, with --engines or --profile; by default all on one host", least=1
     )
     timeout: float | None = option(
         None, "seconds to wait for a job in the queue; by default 600", above=0, example="SECONDS"
@@ -71,21 +71,24 @@ class HostsSpec(ClusterSpec):
             if self.num_ranks is None:
                 raise UserError("--engines and --profile need -n, the number of ranks. Add -n 4.")
             if self.num_ranks % (size := self.ranks_per_host or self.num_ranks):
-                raise UserError(f"--ranks-per-host {size} does not divide -n {self.num_ranks}.")
+                raise UserError(
+                    f"--ranks-per-host {size} does not divide -n {self.num_ranks} evenly. Change "
+                    "one of the two numbers."
+                )
 
 
 _HOST = re.compile(r"([A-Za-z0-9_][\w.@-]*)(?::(\d+))?")
 
 
 def parse_hosts(text: str) -> dict[str, int | None]:
-    """Return the number of ranks of each host in ``"a:4,b:4"``, or None without a number."""
+    """Return the number of ranks of each host in ``"a:4,b:4"``; None if a host has no number."""
     found: dict[str, int | None] = {}
     for part in text.replace(" ", "").split(","):
         match = _HOST.fullmatch(part)
         if match is None or match[1] in found or not 1 <= int(match[2] or 1) <= MAX_RANKS:
             raise UserError(
-                f"{part!r} is not valid in --hosts. Write a:4,b:4 without quotes and spaces: each "
-                f"host once, by its name in ssh, with 1 to {MAX_RANKS} ranks. Set ports in "
+                f"{part!r} is not valid in --hosts. Write a:4,b:4 without quotes and spaces. Name "
+                f"each host once, as ssh knows it, with 1 to {MAX_RANKS} ranks. Set ports in "
                 "~/.ssh/config."
             )
         found[match[1]] = int(match[2]) if match[2] else None

@@ -18,9 +18,9 @@ from ddpnb.hosts.wire import NUM_SOCKETS
 from ddpnb.protocol.errors import UserError
 
 COME_SECONDS = 30.0
-"""The limit for the time in which a host starts its relay and agent."""
+"""Maximum seconds to wait until a host has started its relay and agent."""
 END_SECONDS = 5.0
-"""The limit for the time in which ssh ends after its relay is told to end."""
+"""Maximum seconds to wait for ssh to end after its relay was told to end."""
 SSH = (
     "ssh",
     "-T",  # no terminal
@@ -52,14 +52,14 @@ REASONS = (
     ("ost key", "its host key is not known. Connect once with `ssh {host}` and check the key"),
     ("Permission denied", "it rejects your login. Set up a key for `ssh {host}`"),
     ("port forwarding failed", "its sshd needs the setting AllowStreamLocalForwarding yes"),
-    ("no answer at", "it does not reach the kernel. Check that its sshd forwards Unix sockets"),
+    ("no answer at", "it cannot reach the kernel. Check that its sshd forwards Unix sockets"),
     ("No module named", "its Python has {line}. Install ddpnb {version}, or add --python"),
 )
 """Fragments of messages from ssh, relay and agent, each with an explanation for users."""
 
 
 class SshHosts:
-    """One ssh process for each host, which starts the relay and forwards the relay's sockets."""
+    """The ssh processes, one for each host.  They start the relays and forward sockets."""
 
     address = ""
     """Empty, because engines reach the controller through ssh's sockets, not at an address."""
@@ -110,7 +110,7 @@ class SshHosts:
         return f"Host {host.name} cannot be used: {lines[-1].strip().removesuffix('.')}."
 
     def stop(self) -> None:
-        """Disconnect the relays, which ends their ssh processes."""
+        """Disconnect the relays, so that their ssh processes end."""
         self.router.stop()
         deadline = time.monotonic() + END_SECONDS
         for ssh in self._ssh.values():

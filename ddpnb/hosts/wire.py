@@ -5,9 +5,9 @@ from enum import Enum
 import zmq
 
 LOST_MS = 15_000
-"""The longest time without a heartbeat of a live end; ZMQ's own thread answers heartbeats."""
+"""Milliseconds without a heartbeat until a connection counts as lost.  ZMQ sends heartbeats."""
 COME_MS = 15_000
-"""The limit for the time to set up a new connection, which unknown processes may also open."""
+"""Maximum milliseconds to set up a connection.  Unknown processes may also try to connect."""
 
 NUM_SOCKETS = 12
 """The number of the controller's sockets or ports for engines; ipyparallel needs eight."""
@@ -17,17 +17,17 @@ class Word(bytes, Enum):
     """The first part of a message; the second part is the content."""
 
     HELLO = b"hello"
-    """From the relay: the agent has been started.  The content has the host and the token."""
+    """The relay has started the agent.  The content has the host's name and the token."""
     FRAME = b"frame"
-    """From both ends: a frame of the agent's pipe."""
+    """Both ends send frames of the agent's pipe."""
     END = b"end"
-    """From the kernel: close the agent's pipe.  From the relay: all of the agent has ended."""
+    """The kernel asks the relay to end the agent, or the relay says that the agent has ended."""
     PROBE = b"probe"
-    """From the kernel: the relay is accepted.  Sending this to a lost relay fails."""
+    """The kernel has accepted the relay.  Sending this word to a lost relay fails."""
 
 
 def keep_alive(end: "zmq.Socket[bytes]", lost_ms: int) -> None:
-    """Make ZMQ notice a lost connection, and queue any number of messages without dropping some."""
+    """Make ZMQ notice a lost connection, and queue any number of messages."""
     end.heartbeat_ivl, end.heartbeat_timeout, end.heartbeat_ttl = lost_ms // 3, lost_ms, lost_ms
     end.handshake_ivl = COME_MS
     end.sndhwm = end.rcvhwm = 0

@@ -32,18 +32,18 @@ Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
 
 registered: dict[str, Callable[..., Any]] = {}
-"""The rank's function for each declared name; takes the notebook's folder and the arguments."""
+"""The rank's function for each call, by name.  It gets the notebook's folder and the arguments."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Request(Generic[Result_co]):
-    """One call with its arguments; ranks return a ``Result_co``, or a ``Failure``."""
+    """One call with its arguments.  A rank answers with a ``Result_co`` or a ``Failure``."""
 
     name: str
     arguments: tuple[Any, ...]
     folder: str = ""
-    """The notebook's working folder, to which the rank changes; empty: the rank does not change."""
+    """The folder to which the rank changes before the call.  If empty, the rank does not change."""
 
     def __call__(self) -> Any:
         """Run the call on the rank."""
@@ -67,49 +67,49 @@ class RankCall(Generic[Arguments, Result]):
 state = RankCall[[], RankState]("state")
 """Return a description of the rank's process and device."""
 form_group = RankCall[[int, bool], list[StaleVariable]]("form_group")
-"""Form a generation's process group, with torch's checks if True; return stale variables."""
+"""Form a process group, and return variables of old groups.  If True, torch checks all calls."""
 num_calls = RankCall[[], dict[str, int | None]]("num_calls")
-"""Return how many collectives this rank has called in each group; None: the count is uncertain."""
+"""Return the number of collectives called on this rank in each group; None if uncertain."""
 
 # -- cells and variables -------------------------------------------------------------------
 
 run_cell = RankCall[[CellSpec], CellReport]("run_cell")
 complete = RankCall[[str, int], tuple[str, list[tuple[str, str]]]]("complete")
-"""Complete a source at an offset; return the replaced text, and each completion with its kind."""
+"""Complete code at an offset; return the code to replace, and each completion with its kind."""
 describe = RankCall[[str, int, int], dict[str, str]]("describe")
-"""Return the text of ``name?`` for the name at an offset, with a level of detail; may be empty."""
+"""Return the output of ``name?`` for the name at an offset.  The last argument sets the detail."""
 push = RankCall[[Parcel], None]("push")
 """Put a parcel's variables into the namespace of cells."""
 pull = RankCall[[str, str, Collection[str], int], Parcel]("pull")
 """Evaluate an expression and return its value; see ``rank.variables.give``."""
 pull_model = RankCall[[str, str, Collection[str], int], Parcel]("pull_model")
-"""Return the trained model of a run, as ``pull`` returns a value."""
+"""Return the trained model of a run in a parcel, as ``pull`` does for a value."""
 keep_functions = RankCall[[str, Parcel], None]("keep_functions")
-"""Store the functions that the user passed to ``ddpnb.compare`` under a key."""
+"""Store, under a key, the functions that the user passed to ``ddpnb.compare``."""
 
 # -- training ------------------------------------------------------------------------------
 
 validate = RankCall[[RunSpec], Checked]("validate")
-"""Check one training before anything trains."""
+"""Check that a run can be trained, before any run trains."""
 measure_compute = RankCall[[RunSpec], Compute | None]("measure_compute")
 """Measure a device's time per sample on rank 0; the other ranks return None."""
 train = RankCall[[RunSpec, RejoinInfo | None], RunReport]("train")
 """Train one run, or join the run if the other ranks already train it."""
 clean_up = RankCall[[], None]("clean_up")
-"""Free the data of the comparison that has ended, and remove its temporary files."""
+"""Free the data and remove the temporary files of the comparison that has ended."""
 
 # -- looking inside ------------------------------------------------------------------------
 
 digests = RankCall[[Sequence[str]], RankReplica]("digests")
-"""Return digests of this rank's variables with these names; without names, of all models."""
+"""Return digests of this rank's variables with these names, or of all models if none is named."""
 elements = RankCall[[Collection[int], str, Part, str, Sequence[int]], NDArray[Any] | None](
     "elements"
 )
-"""Return the values in some chunks of one tensor on the given ranks; None on the other ranks."""
+"""Return some chunks of one tensor on the given ranks, and None on the other ranks."""
 samples = RankCall[[SamplerSpec], RankSamples]("samples")
 find_inspected = RankCall[[InspectSpec], Found]("find_inspected")
-"""Run the model to inspect on this rank, without communication."""
+"""Run the inspected model on this rank without communication; return its parameters."""
 inspect_ddp = RankCall[[InspectSpec], tuple[CapReport, ...]]("inspect_ddp")
 """Train a copy of the model with DDP for some steps, and measure the steps."""
 show_collective = RankCall[[CollectiveSpec], CollectiveShown | None]("show_collective")
-"""Run a collective, time it and count its bytes; return None if the rank takes no part."""
+"""Run and time a collective and count its bytes; return None if the rank does not take part."""

@@ -1,6 +1,6 @@
-"""The tables of all strategies and tasks, at the end of this file.  (Every process.)
+"""The tables of all strategies and tasks.  (Every process.)
 
-To add a strategy, write a file in ``rank/strategies/`` and add an entry to ``STRATEGIES``.
+To add a strategy, write a file in ``rank/strategies/`` and add an entry to ``STRATEGIES`` below.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from ddpnb.protocol.options import Option
 PACKAGE = Path(__file__).parents[1]
 
 BASELINE = "single"
-"""The strategy that every speed-up of a comparison is relative to."""
+"""The name of the strategy to which every speed-up of a comparison is relative."""
 
 CEILING = "no-comm"
 """The strategy without communication: an upper bound for strategies that share the work evenly."""
@@ -29,20 +29,20 @@ class Entry:
     """The facts about a strategy or task that ddpnb knows without importing its code."""
 
     about: str
-    """A description in one line, for the lists that users read."""
+    """A description in one line, which users see in lists."""
     import_path: str
-    """The class of a strategy, or the function that builds a task: ``"package.module:Name"``."""
+    """The path of a strategy's class or of a task's function: ``"package.module:Name"``."""
     options: Mapping[str, Option] = field(default_factory=dict)
-    """The options, which are keyword arguments of the class or function: ``ddp:hook=fp16``."""
+    """The options by name.  Each option is a keyword argument of the class or function."""
 
     def load(self) -> Any:
-        """Import the class or function; only on ranks, because its module imports torch."""
+        """Import the class or function.  Call this only on ranks, because it imports torch."""
         module, _, name = self.import_path.partition(":")
         return getattr(importlib.import_module(module), name)
 
     @property
     def file(self) -> Path:
-        """The source file of the class or function, found without importing it."""
+        """The source file of the class or function, found without an import."""
         module = self.import_path.partition(":")[0].removeprefix("ddpnb.")
         return PACKAGE / f"{module.replace('.', '/')}.py"
 
@@ -51,7 +51,7 @@ Dashes = Literal["solid", "dashed", "dash-dot", "long", "dotted", "dash-dot-dot"
 
 
 class Style(NamedTuple):
-    """The colour, dashes and marker of a strategy; dashes and marker together are unique.
+    """The colour, dashes and marker of a strategy.  No two strategies share both dashes and marker.
 
     Ten colours are matplotlib's ``petroff10`` (M. Petroff, arXiv:2107.02270), which people with any
     colour vision can distinguish.  Related strategies share a hue and differ in lightness.
@@ -62,7 +62,7 @@ class Style(NamedTuple):
     marker: str
     """The marker in matplotlib's notation."""
     is_hollow: bool = False
-    """True if the marker is an outline, which shows a variant of a strategy."""
+    """True if only the marker's outline is drawn, to show a variant of another strategy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,17 +71,17 @@ class StrategyEntry(Entry):
 
     look: Style
     aliases: tuple[str, ...] = ()
-    """The strategy's names in other libraries; the error for such a name gives ddpnb's name."""
+    """Names of the strategy in other libraries.  The error for such a name gives ddpnb's name."""
     needs_shared_memory: bool = False
-    """True if the strategy's ranks share memory, so that it cannot run over a link."""
+    """True if the strategy's ranks share memory, so that the strategy cannot run over a link."""
     across_hosts: str = ""
-    """The strategy to use instead across hosts; empty: this strategy runs across hosts."""
+    """The strategy to use instead on several hosts; empty if this strategy runs across hosts."""
 
 
 _TIMEOUT = Option(
     default=60.0,
     least=1,
-    about="seconds without a step of any worker, after which silent workers count as dead",
+    about="seconds to wait for a step of any worker, before silent workers count as dead",
 )
 
 _MOMENTUM = Option(
@@ -89,11 +89,11 @@ _MOMENTUM = Option(
     kind=float,
     least=0,
     below=1,
-    about="momentum of the default optimizer, used instead of --momentum",
+    about="momentum of the default optimizer; replaces --momentum for this strategy",
 )
 
 COMPENSATION = 0.04
-"""The lambda of DC-ASGD for ``compensate=on``: the value of the DC-ASGD paper for CIFAR-10."""
+"""The lambda of DC-ASGD for ``compensate=on``.  The DC-ASGD paper uses this value for CIFAR-10."""
 
 
 def _compensation(name: str, text: str) -> float:
@@ -106,20 +106,20 @@ def _compensation(name: str, text: str) -> float:
 
 STRATEGIES: Mapping[str, StrategyEntry] = {
     "single": StrategyEntry(
-        about="training on one device, the baseline of every speed-up",
+        about="training on one device: the baseline of every speed-up",
         import_path="ddpnb.rank.strategies.single:Single",
         look=Style("#717581", "solid", "s"),
         aliases=("OneDeviceStrategy",),
         options={
             "threads": Option(
                 default="rank",
-                about="CPU threads to use: the threads of one rank, or of all ranks together",
+                about="use the CPU threads of one rank, or the threads of all ranks together",
                 choices=("rank", "all"),
             )
         },
     ),
     "dp": StrategyEntry(
-        about="torch's DataParallel; without two GPUs, CPU threads emulate DataParallel",
+        about="torch's DataParallel; with fewer than two GPUs, CPU threads emulate it",
         import_path="ddpnb.rank.strategies.data_parallel:DataParallel",
         look=Style("#e76300", "dashed", "^"),
         aliases=("DataParallel",),
@@ -131,53 +131,53 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         look=Style("#3f90da", "solid", "o"),
         aliases=("DistributedDataParallel", "MirroredStrategy", "MultiWorkerMirroredStrategy"),
         options={
-            "bucket_cap_mb": Option(default=25.0, about="MB of gradients per bucket", above=0),
+            "bucket_cap_mb": Option(default=25.0, about="maximum bucket size in MB", above=0),
             "find_unused_parameters": Option(
                 default=False, about="allow steps that do not use all parameters"
             ),
             "hook": Option(
                 default="none",
-                about="compression of gradients before DDP sends them",
+                about="compression of the gradients that DDP sends",
                 choices=("none", "fp16", "bf16"),
             ),
         },
     ),
     "ddp-shm": StrategyEntry(
-        about="ddp with an all-reduce in shared memory; CPU ranks only",
+        about="ddp with an all-reduce in shared memory; runs only on CPU ranks",
         import_path="ddpnb.rank.strategies.ddp_shm:DdpShm",
         look=Style("#174f86", "dashed", "h"),
         needs_shared_memory=True,
         across_hosts="ddp",
     ),
     "ddp-by-hand": StrategyEntry(
-        about="ddp written by hand: flattened gradients, one all-reduce, then the update",
+        about="ddp written by hand: one all-reduce of all gradients, then the update",
         import_path="ddpnb.rank.strategies.ddp_by_hand:DdpByHand",
         look=Style("#93c4f2", "dash-dot", "8"),
     ),
     "ddp-overlap-by-hand": StrategyEntry(
-        about="ddp-by-hand that sends each gradient during the backward pass",
+        about="like ddp-by-hand, but sends gradients during the backward pass",
         import_path="ddpnb.rank.strategies.ddp_overlap_by_hand:DdpOverlapByHand",
         look=Style("#2f4be0", "long-short", "$\\spadesuit$"),
         options={
             "bucket_mb": Option(
-                default=0.0, about="MB of gradients per message; 0: one parameter each", least=0
+                default=0.0, about="message size in MB; 0 sends one gradient per message", least=0
             )
         },
     ),
     "ring-by-hand": StrategyEntry(
-        about="ddp-by-hand with a ring all-reduce, written with sends and receives",
+        about="like ddp-by-hand, but with a ring all-reduce made of sends and receives",
         import_path="ddpnb.rank.strategies.ring_by_hand:RingByHand",
         look=Style("#a96b59", "long", "X"),
     ),
     "central": StrategyEntry(
-        about="one copy of the parameters, kept and updated on the host",
+        about="rank 0 keeps the master copy of the parameters in CPU memory and updates it",
         import_path="ddpnb.rank.strategies.central:Central",
         look=Style("#b9ac70", "dash-dot-dot", "P"),
         aliases=("CentralStorageStrategy",),
         across_hosts="ddp",
     ),
     "async": StrategyEntry(
-        about="one parameter server; workers do not wait for each other",
+        about="a parameter server; workers do not wait for each other",
         import_path="ddpnb.rank.strategies.async_ps:AsyncParameterServer",
         look=Style("#832db6", "dash-dot", "D"),
         aliases=("ParameterServerStrategy",),
@@ -185,20 +185,20 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
             "bound": Option(
                 default=-1,
                 least=-1,
-                about="steps a worker may be ahead of the slowest; 0: synchronous, -1: no limit",
+                about="maximum steps ahead of the slowest worker; 0 is synchronous, -1 unlimited",
             ),
             "compensate": Option(
                 default=0.0,
                 least=0,
                 from_text=_compensation,
-                about=f"lambda of the delay compensation DC-ASGD; on: {COMPENSATION:g}",
+                about=f"lambda of the delay compensation DC-ASGD; on means {COMPENSATION:g}",
             ),
             "momentum": _MOMENTUM,
             "timeout": _TIMEOUT,
         },
     ),
     "hogwild": StrategyEntry(
-        about="lock-free updates of parameters in shared memory; CPU ranks only",
+        about="workers update parameters in shared memory without locks; runs only on CPU ranks",
         import_path="ddpnb.rank.strategies.hogwild:Hogwild",
         look=Style("#c58ae8", "dotted", "d"),
         needs_shared_memory=True,
@@ -206,20 +206,20 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         options={"momentum": _MOMENTUM, "timeout": _TIMEOUT},
     ),
     "local-sgd": StrategyEntry(
-        about="each rank trains alone; every few steps the ranks average their weights",
+        about="each rank trains its own model; every few steps, ranks average the weights",
         import_path="ddpnb.rank.strategies.local_sgd:LocalSgd",
         look=Style("#bd1f01", "solid", "v"),
-        options={"every": Option(default=8, about="steps between two averagings", least=1)},
+        options={"every": Option(default=8, about="number of steps per averaging", least=1)},
     ),
     "diloco": StrategyEntry(
-        about="each rank trains alone; every few steps, a Nesterov step on the averaged change",
+        about="like local-sgd, but a Nesterov step applies the averaged change of the weights",
         import_path="ddpnb.rank.strategies.diloco:DiLoCo",
         look=Style("#f0857a", "dashed", "<"),
         options={
-            "every": Option(default=8, about="inner steps of each rank per outer step", least=1),
-            "outer_lr": Option(default=0.5, about="learning rate of the outer step", above=0),
+            "every": Option(default=8, about="number of steps per Nesterov step", least=1),
+            "outer_lr": Option(default=0.5, about="learning rate of the Nesterov step", above=0),
             "outer_momentum": Option(
-                default=0.5, about="Nesterov momentum of the outer step", least=0, most=0.99
+                default=0.5, about="momentum of the Nesterov step", least=0, most=0.99
             ),
         },
     ),
@@ -234,22 +234,22 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         look=Style("#b57a00", "long-short", "H"),
         options={
             "reshard": Option(
-                default=True, about="free a layer's parameters between forward and backward pass"
+                default=True, about="free a layer's parameters after its forward pass"
             )
         },
     ),
     "gossip": StrategyEntry(
-        about="each rank averages its weights with one neighbour, a different one in each step",
+        about="in each step, a rank averages its weights with its left or right neighbour",
         import_path="ddpnb.rank.strategies.gossip:Gossip",
         look=Style("#92dadd", "long", ">"),
     ),
     "no-comm": StrategyEntry(
-        about="each rank trains alone on an even share: the ceiling (upper bound) of the speed",
+        about="each rank trains on an equal share without communication: the ceiling (upper bound)",
         import_path="ddpnb.rank.strategies.no_comm:NoComm",
         look=Style("#6db38a", "dotted", "*"),
     ),
 }
-"""All strategies by name, in the order of the lists that users read."""
+"""All strategies by name, in the order in which users see them."""
 
 TASKS: Mapping[str, Entry] = {
     "digits": Entry(
@@ -257,19 +257,19 @@ TASKS: Mapping[str, Entry] = {
         import_path="ddpnb.rank.tasks.digits:build",
     ),
     "text": Entry(
-        about="real data: a small transformer learns Python's source code, by character",
+        about="real data: a small transformer predicts the next character of Python code",
         import_path="ddpnb.rank.tasks.text:build",
     ),
     "synthetic": Entry(
         about="synthetic data: images of CIFAR's shape, generated from a seed",
         import_path="ddpnb.rank.tasks.synthetic:build",
         options={
-            "samples": Option(default=4096, least=16, about="number of images to train on"),
+            "samples": Option(default=4096, least=16, about="number of training images"),
             "parameters": Option(
-                default=0, least=0, about="number of model parameters, to send more; 0: as usual"
+                default=0, least=0, about="minimum number of parameters, to send more; 0 adds none"
             ),
             "compute": Option(
-                default=0, least=0, about="extra convolutions per image, for longer computing"
+                default=0, least=0, about="number of extra convolutions per image, to compute more"
             ),
         },
     ),

@@ -1,10 +1,10 @@
 """The messages and bytes of collectives, for clocks, predictions, ``%ddp_show``.  (Every process.)
 
 N ranks take part, and each rank gives B bytes.  In a scatter, each rank receives B bytes.  L is
-log2 N, rounded up: the number of rounds of a binomial tree.  In the tree a rank passes a message on
-to K others; the root has K = L.  Each rank has one link to all others, with a one-way latency and a
-rate in each direction.  A message of n bytes takes latency + n / rate.  In each direction, a link
-carries one message at a time.  A collective takes as long as the messages on its busiest link.
+log2 N, rounded up: the number of rounds of a binomial tree.  In the tree, a rank sends the message
+to K other ranks, and the root sends it to L ranks.  Each rank has one link to all other ranks, with
+a one-way latency and a rate.  A message of n bytes takes latency + n / rate.  In each direction, a
+link carries one message at a time.  A collective takes as long as its busiest link needs.
 
 Sources: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
 MPICH", IJHPCA 19(1), 2005 (the model, in section 3; trees, doubling); Patarasuk and Yuan,
@@ -31,7 +31,7 @@ class Messages(NamedTuple):
 
     number: float
     num_bytes: float = 0.0
-    """The bytes of all these messages together."""
+    """Total number of bytes of these messages."""
 
     def seconds(self, link: LinkSpec) -> float:
         """Return how long the messages take on a link."""
@@ -39,17 +39,17 @@ class Messages(NamedTuple):
 
 
 class Algorithm(NamedTuple):
-    """The algorithm of a collective, in formulas of N, L, B and K, which users read too."""
+    """The algorithm of a collective.  Users also read the formulas of N, L, B and K."""
 
     name: str
     messages: str
-    """The number of messages that the busiest link sends one after another."""
+    """Formula of the number of messages that the busiest link sends one after another."""
     num_bytes: str
-    """The bytes of these messages together."""
+    """Formula of the total number of bytes of these messages."""
     others_send: str = ""
-    """The bytes that a rank sends; empty: ``num_bytes``."""
+    """Formula of the bytes that a rank sends; if empty, ``num_bytes`` is used."""
     root_sends: str = ""
-    """The bytes that the root sends; empty: the root sends the same as every rank."""
+    """Formula of the bytes that the root sends; empty if the root sends the same as other ranks."""
 
     @property
     def sent(self) -> str:
@@ -62,7 +62,7 @@ class Algorithm(NamedTuple):
         return Messages(*(_value(each, size, num_ranks) for each in self[1:3]))
 
     def bytes_sent(self, size: float, num_ranks: int, place: int) -> float:
-        """Return the bytes that a rank sends; ``place`` counts the ranks from the root, 0."""
+        """Return the bytes that a rank sends.  The root has ``place`` 0, the next rank 1, ..."""
         if num_ranks == 1:
             return 0.0
         formula = self.others_send or self.num_bytes
@@ -70,7 +70,7 @@ class Algorithm(NamedTuple):
 
 
 def _value(formula: str, size: float, num_ranks: int, place: int = 0) -> float:
-    """Compute a formula of the tables below."""
+    """Return the value of a formula in the tables below."""
     depth = math.ceil(math.log2(num_ranks))
     children = sum(place < 2**k and place + 2**k < num_ranks for k in range(depth))
     named = {"N": num_ranks, "L": depth, "B": size, "K": children}
@@ -89,18 +89,18 @@ COLLECTIVES: Mapping[str, Algorithm] = {
     "all_reduce": RING,
     "all_gather": Algorithm("ring", "N - 1", "(N - 1) B"),
     "reduce_scatter": Algorithm("ring", "N - 1", "(N - 1) B / N"),
-    "all_to_all": Algorithm("each rank sends to each", "N - 1", "(N - 1) B / N"),
+    "all_to_all": Algorithm("each rank sends to every other", "N - 1", "(N - 1) B / N"),
     "broadcast": Algorithm("binomial tree", "L", "L B", "K B"),
     "reduce": Algorithm("binomial tree", "L", "L B", "B", "0"),
     "gather": Algorithm("each rank sends to the root", "N - 1", "(N - 1) B", "B", "0"),
     "scatter": Algorithm("the root sends to each rank", "N - 1", "(N - 1) B", "0", "(N - 1) B"),
     "barrier": Algorithm(
-        "dissemination: in round k, a rank notifies the rank 2^k places further", "L", "0"
+        "dissemination: in round k, each rank notifies the rank 2^k places after it", "L", "0"
     ),
     "send": Algorithm("one message", "1", "B"),
     "recv": Algorithm("one message", "1", "B", "0"),
 }
-"""The algorithm of each collective that emulated devices and predictions use."""
+"""The algorithms that emulated devices and predictions use, by name of the collective."""
 
 GLOO: Mapping[str, Algorithm] = {
     "reduce": Algorithm(
@@ -116,19 +116,19 @@ GLOO: Mapping[str, Algorithm] = {
         _ALL_REDUCE_BYTES,
     ),
 }
-"""Gloo's algorithms that differ from ``COLLECTIVES``, confirmed by bytes counted on its sockets."""
+"""Gloo's algorithms that differ from ``COLLECTIVES``.  Bytes counted on sockets confirm them."""
 
 DOUBLE_TREE = Algorithm(
-    "double tree: half of the bytes on each, in small parts", "2 L", "2 B", _ALL_REDUCE_BYTES
+    "double tree: each tree sends half of the bytes, in parts", "2 L", "2 B", _ALL_REDUCE_BYTES
 )
-"""NCCL's all-reduce with double trees; ranks send on average the same number of bytes as a ring."""
+"""NCCL's all-reduce with double trees.  On average, ranks send as much as in a ring."""
 
 BEST = "best"
-"""The faster of ring and double tree, because NCCL chooses one of them by size."""
+"""The name for the faster of ring and double tree.  NCCL chooses between them by size."""
 
 
 def algorithm_of(name: str, backend: str = "") -> Algorithm | None:
-    """Return a backend's algorithm for a collective, ``"all_gather_single"``; None if unknown.
+    """Return a backend's algorithm for a collective such as ``"all_reduce"``; None if unknown.
 
     Without a backend, return the algorithm of emulated devices.
     """
@@ -143,7 +143,7 @@ Ready = tuple[float, float]
 
 
 def num_parts(size: float, ready: Ready) -> int:
-    """Return the number of buckets of an exchange: 1 if all its bytes are ready at once."""
+    """Return the number of buckets of an exchange; 1 if all bytes are ready at once."""
     return max(1, math.ceil(size / BUCKET_BYTES)) if ready[1] > ready[0] else 1
 
 
@@ -152,8 +152,8 @@ def in_turn(
 ) -> list[tuple[float, float]]:
     """Return the begin and end of each part of a collective.
 
-    A part takes ``seconds``.  A part begins when the last rank has the part ready and the link has
-    sent the previous part.  The link is available from time ``free`` on.
+    Each part takes ``seconds``.  A part begins when all ranks have the part ready and the link has
+    sent the previous part.  The link is available from time ``free``.
     """
     found = []
     for part in range(1, number + 1):

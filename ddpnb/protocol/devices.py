@@ -3,10 +3,10 @@
 8            eight devices, each as fast as one idle core of this machine
 8xV100       eight V100 cards; ``CARDS`` lists the cards
 16xV100/2    sixteen V100 cards on two hosts
-0.4ms/sample,2ms   the time of a sample, and the fixed time of a forward and backward pass
+0.4ms/sample,2ms   the time per sample, and the fixed time per forward and backward pass
 
-With ``--as resnet50``, every model has the published time and bytes of resnet50 on the card: see
-``MODELS``.  ``docs/emulated-devices.md`` has each figure with its source.
+With ``--as resnet50``, ddpnb uses the published time and bytes of resnet50 for any trained model:
+see ``MODELS``.  ``docs/emulated-devices.md`` lists the source of each value.
 """
 
 import re
@@ -19,7 +19,7 @@ from ddpnb.protocol.notation import LINKS, SECONDS, LinkSpec, parse_link, parse_
 
 MAX_DEVICES = 64
 FORWARD_SHARE = 1 / 3
-"""The forward pass's share of computing; the backward pass has twice its matrix products
+"""The forward pass's share of the compute time.  The backward pass has twice the matrix products
 (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1)."""
 
 
@@ -28,7 +28,7 @@ class Compute(NamedTuple):
 
     per_sample: float
     fixed: float = 0.0
-    """Seconds for any number of samples, for example to launch kernels or to call layers."""
+    """Seconds that do not depend on the number of samples, e.g. to launch kernels."""
 
     def of(self, num_samples: float) -> float:
         """Return the seconds for a number of samples."""
@@ -42,16 +42,16 @@ class Compute(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedModel:
-    """A model with published figures."""
+    """A model with a published size and compute time."""
 
     num_parameters: int
-    """The number of float32 parameters; each has four bytes of gradients."""
+    """The number of float32 parameters.  Each parameter's gradient has four bytes."""
     num_tensors: int
     """The number of tensors that hold the parameters."""
     compute: Mapping[str, Compute]
-    """The compute time on each card."""
+    """The compute time on each card, by the card's name."""
     ddp_seconds: float = 0.0
-    """Seconds that DDP adds to a step on one device, for its hooks and copies to its buckets."""
+    """Seconds that DDP adds to a step on one device, for hooks and copies to buckets."""
 
 
 CARDS: Mapping[str, LinkSpec] = {
@@ -59,18 +59,18 @@ CARDS: Mapping[str, LinkSpec] = {
     "A100": LINKS["NVLink-A100"],
     "T4": LINKS["pcie3"],
 }
-"""The cards, each with the link between cards of one host."""
+"""The link between the cards of one host, by the card's name."""
 
 DDP_SECONDS_PER_TENSOR = 19e-6
 """Seconds per tensor that DDP adds to a step of a model without a published ``ddp_seconds``."""
 REPLICA_SECONDS_PER_TENSOR = 29e-6
-"""Seconds per tensor in which Python calls one replica of DataParallel; the threads take turns."""
+"""Seconds per tensor that Python needs to call one replica of DataParallel; threads take turns."""
 
 HOST_LINK = LINKS["InfiniBand-EDR"]
 """The default link between hosts."""
 
 CORE_LINK = LinkSpec(bits_per_second=12e9, latency_seconds=50e-6)
-"""The default link between devices as fast as a core; gloo is about this fast within a host."""
+"""The default link if each device is as fast as a core: about gloo's speed within a host."""
 
 _USUAL_LINKS = (CORE_LINK, *CARDS.values())
 
@@ -113,21 +113,21 @@ class Devices:
     num: int
     num_hosts: int = 1
     card: str = ""
-    """The card that each device is; empty: each device is as fast as a core of this machine."""
+    """The card of each device.  If empty, each device is as fast as a core of this machine."""
     model: str = ""
-    """The published model that the trained model imitates; empty: the trained model itself."""
+    """The published model that the trained model imitates; empty if it does not imitate a model."""
     compute: Compute | None = None
-    """The compute time; None: ddpnb measures it once for all strategies of a comparison."""
+    """The compute time.  If None, ddpnb measures it once for all strategies of a comparison."""
     device_link: LinkSpec = CORE_LINK
     """The link between devices of one host."""
     host_link: LinkSpec = HOST_LINK
 
     @property
     def text(self) -> str:
-        """The text for users: ``"8 emulated V100, resnet50's clock"``."""
+        """The description for users: ``"8 emulated V100 running resnet50"``."""
         what = self.card or ("devices" if self.num > 1 else "device")
         hosts = f" on {self.num_hosts} hosts" if self.num_hosts > 1 else ""
-        clock = f", {self.model}'s clock" if self.model else ""
+        clock = f" running {self.model}" if self.model else ""
         given = [] if self.device_link in _USUAL_LINKS else [self.device_link]
         given += [] if self.host_link == HOST_LINK else [self.host_link]
         links = f", over {' and '.join(link.text for link in given)}" if given else ""
@@ -135,12 +135,12 @@ class Devices:
 
     @property
     def num_gradient_bytes(self) -> int:
-        """The gradient bytes of the published model; 0: ddpnb uses no published model."""
+        """The number of gradient bytes of the published model; 0 without a published model."""
         return 4 * MODELS[self.model].num_parameters if self.model else 0
 
     @property
     def wrapper_seconds(self) -> float:
-        """Seconds that DDP adds to a step, for its hooks and copies to its buckets."""
+        """Seconds that DDP adds to a step, for hooks and copies to buckets."""
         if not self.model:
             return 0.0
         published = MODELS[self.model]
@@ -148,7 +148,7 @@ class Devices:
 
     @property
     def seconds_per_replica(self) -> float:
-        """Seconds in which Python calls one replica of DataParallel in a step."""
+        """Seconds per step that Python needs to call one replica of DataParallel."""
         return REPLICA_SECONDS_PER_TENSOR * MODELS[self.model].num_tensors if self.model else 0.0
 
     @property
@@ -157,7 +157,7 @@ class Devices:
         return -(-self.num // self.num_hosts)
 
     def link_between(self, ranks: Collection[int]) -> LinkSpec:
-        """Return the link that ranks use; across hosts it combines the slower values of both."""
+        """Return the link between ranks.  Across hosts, the slower values of both links count."""
         if len({rank // self.num_per_host for rank in ranks}) < 2:
             return self.device_link
         return slower_of(self.device_link, self.host_link)
@@ -166,7 +166,7 @@ class Devices:
 _DEVICES = re.compile(r"(\d+)(?:x([A-Za-z]\w*))?(?:/(\d+))?")
 
 MEASURED = "real"
-"""The value of ``--devices`` for measured times on ranks that were started for emulated devices."""
+"""The value of ``--devices`` to measure times on ranks that were started for emulated devices."""
 
 
 def count_devices(text: str) -> tuple[int, str, int]:
@@ -178,12 +178,15 @@ def count_devices(text: str) -> tuple[int, str, int]:
             "(8xV100). Add the number of hosts after a slash (16xV100/2)."
         )
     if not 1 <= int(found[1]) <= MAX_DEVICES:
-        raise UserError(f"--devices {text}: ddpnb can emulate 1 to {MAX_DEVICES} devices.")
+        raise UserError(f"--devices {text} is not possible. Emulate 1 to {MAX_DEVICES} devices.")
     if found[2] and found[2] not in CARDS:
         raise one_of("card", found[2], CARDS)
     num, num_hosts = int(found[1]), int(found[3] or 1)
     if num_hosts < 1 or num % num_hosts:
-        raise UserError(f"--devices {text}: {num} devices cannot be split over {num_hosts} hosts.")
+        raise UserError(
+            f"--devices {text} cannot put the same number of devices on each host. Change the "
+            "number of devices or of hosts."
+        )
     return num, found[2] or "", num_hosts
 
 
@@ -195,7 +198,7 @@ def parse_devices(
     if card and not (model or compute):
         raise UserError(
             f"--devices {text} needs a model's compute time. Add --as {' | '.join(MODELS)}, or "
-            "write the time as --compute 0.4ms/sample,2ms."
+            "give the time with --compute 0.4ms/sample,2ms."
         )
     published = _published(model, card) if model else None
     within = device_link or (link if num_hosts == 1 else "")
@@ -219,7 +222,8 @@ def parse_compute(text: str) -> Compute:
     whole = parse_quantity(one_pass, SECONDS) if comma else 0.0
     if not (each > 0 and whole >= 0):
         raise UserError(
-            f"--compute {text} is not valid. Write times of a sample and a pass, 0.4ms/sample,2ms."
+            f"--compute {text} is not valid. Write the time per sample and per pass, such as "
+            "0.4ms/sample,2ms."
         )
     return Compute(each, whole)
 
@@ -231,5 +235,7 @@ def _published(model: str, card: str) -> Compute:
     if not card:
         raise UserError(f"--as {model} needs a card. Add --devices 8x{next(iter(known))}.")
     if card not in known:
-        raise UserError(f"ddpnb has no figures of {model} on {card}, only on {', '.join(known)}.")
+        raise UserError(
+            f"ddpnb has no published time for {model} on {card}. Use {' or '.join(known)}."
+        )
     return known[card]

@@ -4,9 +4,9 @@ import difflib
 from collections.abc import Collection, Iterable
 
 FEW = 5
-"""The largest number of names that a message lists in full."""
+"""Maximum number of names that a message lists in full."""
 SIMILARITY = 0.65
-"""The smallest similarity between a misspelt name and a suggested name; 1: equal."""
+"""Minimum similarity between a misspelt name and a suggested name; 1 means equal."""
 
 
 class OneLine(BaseException):
@@ -28,14 +28,14 @@ def one_of(what: str, given: object, choices: Iterable[object]) -> UserError:
 
 
 def advice(given: str, names: Collection[str], *, few: int = 0) -> str:
-    """Return a hint: similar names, or all names if at most ``few`` exist or none is similar."""
+    """Return a hint: similar names, or all names if there are few or none is similar."""
     if len(names) > few and (near := closest(given, names)):
         return f"did you mean {near}?"
     return f"choose one of: {', '.join(names)}."
 
 
 def closest(given: str, names: Iterable[str]) -> str:
-    """Return the one or two most similar names, ``"dp or ddp"``; empty if no name is similar."""
+    """Return the one or two most similar names, as ``"dp or ddp"``; empty if none is similar."""
     return " or ".join(difflib.get_close_matches(given, names, n=2, cutoff=SIMILARITY))
 
 

@@ -14,36 +14,36 @@ class InspectSpec:
     """The model to inspect: a model from the ranks' cells, or the model of a task."""
 
     model: str = ""
-    """An expression that ranks evaluate, like ``batch`` and ``loss``; empty: a task's model."""
+    """An expression that ranks evaluate to get the model; empty if ``task`` has the model."""
     batch: str = option(
         "",
         "the model's input on the ranks: a tensor, or a tuple or dict of arguments",
         example="EXPR",
     )
-    loss: str = option("", "a scalar computed from `output`; by default its mean", example="EXPR")
+    loss: str = option("", "scalar loss of `output`; by default the output's mean", example="EXPR")
     bucket_caps: tuple[float, ...] = option(
         (),
-        "further values of bucket_cap_mb to measure",
+        "other bucket sizes (bucket_cap_mb) to measure as well",
         flag="--bucket-cap",
         above=0,
         most_values=9,
         example="MB,MB",
     )
     task: RunSpec | None = None
-    """The run of the task to inspect; None: ``model`` names the model."""
+    """The run of the task to inspect; None if ``model`` names the model."""
     devices: Devices | None = None
-    """The devices to emulate; None: ranks measure the time."""
+    """The devices to emulate.  If None, ranks measure the time."""
     finds_unused: bool = False
-    """True if DDP searches for unused parameters, because the loss on some rank lacks some."""
+    """True if DDP searches for unused parameters, because a rank's loss lacks some of them."""
 
     def __post_init__(self) -> None:
         check_options(self)
         beside = [each for each in ("batch", "loss") if getattr(self, each)]
         if beside and not self.model:
-            raise UserError(f"--{beside[0]} is for a model. Name the model, or remove the option.")
+            raise UserError(f"--{beside[0]} needs a model. Name the model, or remove the option.")
         if self.model and not self.batch:
             raise UserError(
-                f"Name the model's input on the ranks too: %ddp_inspect {self.model} --batch x."
+                f"The model's input is missing. Name it: %ddp_inspect {self.model} --batch x."
             )
 
     @property
@@ -56,7 +56,7 @@ class InspectSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The parameters that one rank found, after the model accepted the batch and had gradients."""
+    """The parameters that one rank found after a forward and a backward pass of the model."""
 
     parameters: dict[str, tuple[int, ...]]
     """The shape of each parameter that needs a gradient, by name."""
@@ -83,4 +83,4 @@ class CapReport:
     steps: tuple[tuple[Span, ...], ...]
     """The spans of the rank in each measured step."""
     ready_seconds: dict[str, float]
-    """Seconds from the start of the backward pass to each gradient, the median over the steps."""
+    """Median seconds from the start of the backward pass until each gradient is ready."""

@@ -30,7 +30,7 @@ class RankState:
     pid: int
     host: str
     device: str
-    """The device in torch's notation, ``"cpu"`` or ``"cuda:1"``."""
+    """The device in torch's notation, such as ``"cpu"`` or ``"cuda:1"``."""
     device_name: str
     """The name of the GPU; empty for a CPU."""
     num_threads: int
@@ -38,7 +38,7 @@ class RankState:
     shares_device: bool = False
     """True if another rank computes on the same GPU."""
     has_peer_access: bool | None = None
-    """True if the rank's GPU can read the memory of the host's next GPU; None: no next GPU."""
+    """True if the rank's GPU can read the next GPU's memory; None if there is no next GPU."""
     missing: tuple[str, ...] = ()
     """A sentence for each feature that is turned off because of a library's version."""
 
@@ -51,13 +51,13 @@ class RunSpec(TrainingSpec):
     strategy: str
     """The strategy and its options, in the user's notation: ``"ddp"``, ``"ddp:hook=fp16"``."""
     repeat: int = 0
-    """The number of this repeat of the strategy; all runs of one repeat share a seed."""
+    """The index of this repeat of the strategy, from 0.  All runs of one repeat share a seed."""
     is_ceiling: bool = False
-    """True if ddpnb added this run as the ceiling; the run is short, without an evaluation."""
+    """True if ddpnb added this run as the ceiling.  Such a run is short and is not evaluated."""
     comparison: str = ""
-    """The id of the run's comparison, for which ranks load the cell's data once; may be empty."""
+    """The id of the comparison, or empty.  Ranks load the cell's data once for each comparison."""
     models: str = ""
-    """The folder for the trained weights of each run; empty: ddpnb does not save them."""
+    """The folder for the trained weights of each run.  If empty, ddpnb does not save weights."""
     notes: tuple[str, ...] = ()
     """Sentences that ddpnb shows with the results."""
     num_points: int = 10
@@ -65,24 +65,24 @@ class RunSpec(TrainingSpec):
 
     @property
     def data_seed(self) -> int:
-        """The seed of the first repeat, with which every repeat loads the data."""
+        """The seed of the first repeat.  Every repeat loads the data with this seed."""
         return (self.seed - self.repeat) % 2**63
 
     @property
     def model_file(self) -> Path | None:
-        """The file for the ``state_dict`` of the trained model; None: the model is not saved."""
+        """The file for the ``state_dict`` of the trained model; None if the model is not saved."""
         return Path(self.models) / f"{self.run_id}.pt" if self.models else None
 
     @property
     def own_momentum(self) -> float | None:
-        """The momentum from the strategy's option, ``async:momentum=0.5``; None: not given."""
+        """The momentum in the strategy's options, ``async:momentum=0.5``; None if not given."""
         chosen = parse_strategy(self.strategy)
         value = chosen.options.get("momentum") if chosen.name in STRATEGIES else None
         return None if value is None else float(value)
 
     @property
     def used_momentum(self) -> float:
-        """The default optimizer's momentum: the strategy's own, or the one for all strategies."""
+        """The momentum of the default optimizer: ``own_momentum`` if given, else ``momentum``."""
         return self.momentum if self.own_momentum is None else self.own_momentum
 
 
@@ -93,7 +93,7 @@ class RunHeader:
     synchronous: bool
     """True if all workers make each step together; otherwise each worker counts its own steps."""
     num_workers: int
-    """The number of ranks that train (for ``dp``: of replicas)."""
+    """The number of ranks that train.  For ``dp``, the number of replicas."""
     num_threads: int
     """The number of intra-op CPU threads of each worker."""
     device: str
@@ -102,13 +102,13 @@ class RunHeader:
     num_samples: int
     """The number of training samples that all workers together will see."""
     num_ranks: int = 0
-    """The number of ranks that report steps; 0: equal to the number of workers."""
+    """The number of ranks that report steps.  If 0, it equals the number of workers."""
     num_devices: int = 0
-    """The number of GPUs, or of ranks' CPU shares, in use; 0: equal to the number of workers."""
+    """The number of GPUs, or shares of the CPU, in use.  If 0, it equals the number of workers."""
     sees_exposed: bool = True
     """True if ddpnb can distinguish exposed communication from hidden communication."""
     is_emulated: bool = False
-    """True if the strategy is emulated; its speed then differs from the real strategy's speed."""
+    """True if the strategy is emulated.  Then the speed differs from the real strategy's speed."""
     momentum: float = 0.0
     """The optimizer's momentum if the optimizer is SGD without Nesterov momentum; otherwise 0."""
     notes: tuple[str, ...] = ()
@@ -116,27 +116,27 @@ class RunHeader:
 
 
 class Parts(NamedTuple):
-    """The seconds of each part of one step; all parts except ``hidden`` add up to the step."""
+    """The seconds of each part of one step.  The sum without ``hidden`` is the step's duration."""
 
     data: float = 0.0
     """Seconds to fetch the batch and to copy the batch to the device."""
     forward: float = 0.0
     backward: float = 0.0
     communication: float = 0.0
-    """Seconds of exposed communication: the rank exchanges tensors and computes nothing."""
+    """Seconds of exposed communication, in which the rank computes nothing."""
     optimizer: float = 0.0
     waiting: float = 0.0
-    """Seconds of waiting for other ranks; part of ``communication`` if it cannot be measured."""
+    """Seconds of waiting for other ranks.  If unknown, ``communication`` includes the waiting."""
     hidden: float = 0.0
-    """Seconds of communication during the backward pass, which does not lengthen the step."""
+    """Seconds of communication that overlap with the backward pass and do not lengthen the step."""
 
 
 class MarkKind(StrEnum):
     """The kind of an event on a rank."""
 
     KILLED = "killed"
-    """A signal killed the rank.  If the rank itself sends this mark, a ``--kill`` fault is due: the
-    kernel kills the rank when all its steps have arrived."""
+    """A signal killed the rank.  A rank sends this mark itself if a ``--kill`` fault is due.  The
+    kernel then kills the rank, as soon as all steps of the rank have arrived."""
     DIED = "died"
     CAME_BACK = "came back"
     OTHER = ""
@@ -154,9 +154,9 @@ class Mark:
 
     rank: int
     seconds: float
-    """Training time since the run began."""
+    """Training seconds since the run began."""
     text: str = ""
-    """A description in a few words, e.g. ``"3x slower"``; default: the kind in words."""
+    """A description in a few words, e.g. ``"3x slower"``; by default the name of the kind."""
     kind: MarkKind = MarkKind.OTHER
 
     def __post_init__(self) -> None:
@@ -169,7 +169,7 @@ class Evaluating(NamedTuple):
     num_done: int
     num_all: int
     seconds: float
-    """The seconds of the evaluations that are done."""
+    """Seconds that the finished evaluations took."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,54 +179,54 @@ class StepEvent:
     step: int = 0
     """The number of the step on this worker: 0, 1, 2 ..."""
     seconds: float = math.nan
-    """Training time from the run's begin to the step's end, without warm-up and evaluation."""
+    """Training seconds from the run's start to the step's end, without warm-up and evaluation."""
     num_samples: int
     """The number of samples that this worker trained on in this step."""
     loss: float = math.nan
     """Mean loss over the step's samples, before the update; NaN if unknown."""
     staleness: int | None = None
-    """Other workers' updates between this worker's pull of the parameters and its update."""
+    """The number of updates by other workers between the worker's pull and the worker's update."""
     version: int = 0
-    """The number of the update that used the gradient; 0: updates are not counted."""
+    """The number of the update that used the gradient: 1, 2, ...; 0 if updates are not counted."""
     parts: Parts = field(default_factory=Parts)
     num_bytes_sent: int = 0
-    """The bytes that this worker sent to other workers in this step."""
+    """The number of bytes that this worker sent to other workers in this step."""
     num_bytes_received: int = 0
-    """The bytes that this worker received; not in the step's row, summed in the run's report."""
+    """The number of bytes that this worker received.  The step's row does not include it."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Further numbers of the step, which are not in the step's row."""
+    """Other numbers of the step, by name.  The step's row does not include them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """A rank's result after it has checked that a run can be trained."""
+    """The result of a rank's check that a run can be trained."""
 
     num_samples: int
-    """The size of the training split on this rank, which should be equal on all ranks."""
+    """The size of the training split on this rank.  The size should be equal on all ranks."""
     survives_deaths: bool
     """True if the run continues when a rank other than 0 dies."""
     has_accuracy: bool = False
-    """True if the model has an accuracy on held-out samples; only rank 0 checks."""
+    """True if the model's held-out accuracy can be computed.  Only rank 0 checks this."""
     num_epochs: float = 0.0
-    """The epochs that take ``min_seconds`` of training; 0: not requested, or unknown."""
+    """The number of epochs that take ``min_seconds``; 0 if not requested, or if unknown."""
     num_held_out: int = 0
     seconds_per_judged: float = 0.0
-    """Seconds in which rank 0 evaluates one held-out sample; 0: unknown."""
+    """Seconds that rank 0 needs to evaluate one held-out sample; 0 if unknown."""
     seconds_per_trained: float = 0.0
-    """Seconds of a worker's forward and backward pass per sample; 0: unknown."""
+    """Seconds per sample of a worker's forward and backward pass; 0 if unknown."""
 
 
 NO_STALENESS = -1
-"""The value in a row for a step without staleness."""
+"""The value of ``staleness`` in a step's row if the step has no staleness."""
 
 _ROW = struct.Struct("<ddqiiiiq7f")
 ROW_BYTES = _ROW.size
 
 
 def pack_step(rank: int, step: StepEvent) -> bytes:
-    """Return one step as 76 bytes, which ddpnb sends and stores, and which numpy reads as a row.
+    """Return one step as 76 bytes.  ddpnb sends and stores these bytes, and numpy reads them.
 
-    Packing takes a rank less time than pickling.  The kernel need not unpack the rows.
+    Packing is faster than pickling on a rank.  The kernel need not unpack the rows.
     """
     staleness = NO_STALENESS if step.staleness is None else step.staleness
     return _ROW.pack(
@@ -244,7 +244,7 @@ def pack_step(rank: int, step: StepEvent) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventBatch:
-    """The events that one rank sends together; ``sequence`` counts batches per rank and run."""
+    """The events in one message from a rank.  ``sequence`` numbers the rank's batches of a run."""
 
     run_id: str
     rank: int
@@ -253,7 +253,7 @@ class EventBatch:
     rows: bytes = b""
     """The steps and calls of ``ddpnb.log``, each packed by ``pack_step``."""
     metrics: tuple[tuple[int, str, float], ...] = ()
-    """Further numbers of steps, and numbers that the user logged: index of the row, name, value."""
+    """Other numbers of steps, and numbers that the user logged, each with its row and name."""
     marks: tuple[Mark, ...] = ()
     evaluating: Evaluating | None = None
 
@@ -281,23 +281,23 @@ class Evaluation(NamedTuple):
     num_samples: int
     """The number of training samples that all workers had seen at this moment."""
     seconds: float
-    """Training time since the run began, on rank 0."""
+    """Training seconds since the run began, on rank 0."""
     loss: float
     accuracy: float
-    """NaN if targets are not class labels."""
+    """The share of samples classified correctly; NaN if targets are not class labels."""
 
 
 class Memory(NamedTuple):
-    """The memory of a rank by part, in bytes; 0: unknown."""
+    """The memory of a rank in bytes, by part.  0 means unknown."""
 
     parameters: int = 0
     gradients: int = 0
     optimizer: int = 0
     """The bytes of the optimizer's state, such as momentum."""
     activations: int = 0
-    """The bytes that autograd keeps from the forward to the backward pass, without parameters."""
+    """The bytes that autograd keeps for the backward pass, without parameters."""
     peak: int = 0
-    """The largest number of bytes of tensors on the rank's GPU, with buffers of messages."""
+    """The maximum number of bytes on the rank's GPU, including buffers for messages."""
 
     @property
     def total(self) -> int:
@@ -305,45 +305,45 @@ class Memory(NamedTuple):
         return self.peak or sum(self)
 
     def scaled(self, scale: float) -> "Memory":
-        """Return the memory of a published model with ``scale`` times the trained parameters.
+        """Return the memory of a published model with ``scale`` times the parameters of this model.
 
-        The activations are left out, because they are not published.
+        Activations are left out, because their size is not published.
         """
         return Memory(*(round(scale * each) for each in self[:3]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """One rank's report after a run; a rank that took no part reports 0 steps."""
+    """One rank's report after a run.  A rank that did not take part reports 0 steps."""
 
     run_id: str
     rank: int
     num_steps: int = 0
     num_bytes_received: int = 0
-    """The bytes received in all steps; the bytes sent are in each step's row."""
+    """The number of bytes received in all steps.  Each step's row has the bytes sent."""
     seconds: float = math.nan
-    """Training time of this rank, without warm-up and evaluation."""
+    """Training seconds of this rank, without warm-up and evaluation."""
     final_loss: float = math.nan
-    """Mean loss of the final model on the training split; only the evaluating rank reports it."""
+    """Mean loss of the final model on the training split, if this rank evaluated the model."""
     held_out_loss: float = math.nan
     held_out_accuracy: float = math.nan
-    """The share of held-out samples classified correctly; NaN if targets are not class labels."""
+    """Share of correctly classified held-out samples; NaN if targets are not class labels."""
     held_out_metrics: Mapping[str, float] = field(default_factory=dict)
     """The scores of the cell's ``validation_step`` and ``metric``, by name."""
     num_held_out: int = 0
-    """The number of held-out samples that the final model was evaluated on; 0: unknown."""
+    """The number of held-out samples in the final model's evaluation; 0 if unknown."""
     evaluations: tuple[Evaluation, ...] = ()
-    """The held-out curve without the final model; only the evaluating rank reports it."""
+    """The held-out curve without the final model, if this rank evaluated the models."""
     num_lost_samples: int = 0
-    """Samples of all workers for which no gradient was returned; only rank 0 reports them."""
+    """The number of samples for which no worker returned a gradient.  Only rank 0 reports it."""
     memory: Memory = field(default_factory=Memory)
     was_stopped: bool = False
     """True if the run was stopped before its last step."""
     evaluation_was_cut: bool = False
-    """True if the run made its last step, and was interrupted during the evaluation."""
+    """True if the run made its last step but was interrupted during the evaluation."""
 
     def __post_init__(self) -> None:
-        made = tuple(Evaluation(*each) for each in self.evaluations)  # from the store: lists
+        made = tuple(Evaluation(*each) for each in self.evaluations)  # the store returns lists
         object.__setattr__(self, "evaluations", made)
         object.__setattr__(self, "memory", Memory(*self.memory))
 
@@ -353,7 +353,7 @@ class Script:
     """A script to run on a rank as if ``torchrun`` had started it."""
 
     name: str
-    """The path of a script or the name of a module, in the user's words."""
+    """The path of a script or the name of a module, as the user wrote it."""
     path: str = ""
     """The absolute path of the script; empty for a module, which Python imports by name."""
     arguments: tuple[str, ...] = ()
@@ -369,17 +369,17 @@ class CellSpec:
     execution_count: int
     """The ``n`` of the notebook's ``In [n]``, which tracebacks on the ranks show."""
     run_id: str = ""
-    """The run to which ``ddpnb.log`` in this cell adds numbers; may be empty."""
+    """The id of the run to which ``ddpnb.log`` in this cell adds numbers; may be empty."""
     script: Script | None = None
-    """The script that ``source`` was read from; None: ``source`` is a cell."""
+    """The script from which ``source`` was read; None if ``source`` is a cell."""
     debug_rank: int | None = None
-    """The rank that may ask the user, through ``breakpoint()`` or ``input()``."""
+    """The rank that may ask the user questions with ``breakpoint()`` or ``input()``, or None."""
     is_traced: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A question of a rank's ``input()`` or debugger, which waits for the answer."""
+    """A question from ``input()`` or the debugger on a rank.  The rank waits for the answer."""
 
     rank: int
     text: str
@@ -398,11 +398,11 @@ class Failure:
     failed_at: float
     """The ``time.time()`` on the rank when ddpnb caught the exception."""
     line: int = 0
-    """The line of the cell or script that failed; 0: the exception has no such line."""
+    """The line of the cell or script that failed; 0 if the exception has no such line."""
     is_consequence: bool = False
-    """True if the rank failed only because another rank did, which closed a connection."""
+    """True if the rank failed only because another rank failed and closed a connection."""
     was_waiting: bool = True
-    """For a consequence: True if the rank waited for other ranks, False if it computed."""
+    """If ``is_consequence``: True if the rank waited for other ranks, False if it computed."""
     is_death: bool = False
     """True if the rank's process died; ``text`` then describes the death."""
     breaks_group: bool = False
@@ -415,11 +415,11 @@ class CellReport:
 
     failure: Failure | None = None
     num_collectives: int = 0
-    """The collectives of the default group that had begun on this rank when the cell ended."""
+    """The number of collectives of the default group that had begun when the cell ended."""
     trace: RankSpans | None = None
-    """The recorded spans; None: the cell was not traced."""
+    """The recorded spans; None if the cell was not traced."""
     is_silent: bool = False
-    """True if the cell printed nothing, so that no message marks the end of its output."""
+    """True if the cell printed nothing.  Then no message marks the end of the output."""
 
 
 REMEDIES = {
@@ -430,13 +430,13 @@ REMEDIES = {
     "DeviceMesh": "create the mesh again with init_device_mesh",
     "ProcessGroup": "create the group again with dist.new_group",
 }
-"""Torch's classes that keep a process group, each with the fix after the group was aborted."""
+"""For each class of torch that keeps a process group: the fix if the group was aborted."""
 
 
 class StaleVariable(NamedTuple):
     """A variable on a rank that belongs to an aborted process group."""
 
     name: str
-    """The variable, or an expression for the object: ``"trainer.model"``."""
+    """The variable's name, or an expression such as ``"trainer.model"``."""
     kind: str
     """The class in ``REMEDIES`` to which the object belongs."""

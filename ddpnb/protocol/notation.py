@@ -6,7 +6,8 @@ ddp:hook=fp16,bucket_cap_mb=5   a strategy or a task, with options
 1:50ms                          each step of rank 1 takes 50 ms longer; also 1:0.05s
 1@5s                            ddpnb kills rank 1 after 5 seconds of training; also 1@500ms
 1Gbit,0.5ms                     a link's rate and latency; also 12GB/s,10us, or a name in ``LINKS``
-accuracy=0.95                   a target on held-out samples; also 95%.  0.3: a training loss
+accuracy=0.95                   a target accuracy on held-out samples; also accuracy=95%
+0.3                             a target training loss
 178ms/64                        a step of 178 ms for 64 samples
 4MB                             a number of bytes; also 4MiB, 4096
 
@@ -34,7 +35,7 @@ class Choice:
 
 
 def parse_strategy(text: str) -> Choice:
-    """Return the strategy that a text names.
+    """Return the strategy that a string names.
 
     A name that begins with a capital letter is a class of the user.  Only the ranks know whether
     the class exists and which options the class takes.
@@ -46,7 +47,7 @@ def parse_strategy(text: str) -> Choice:
 
 
 def parse_task(text: str) -> Choice:
-    """Return the task that a text names."""
+    """Return the task that a string names."""
     return Choice(name=CELL_TASK) if text == CELL_TASK else _parse("task", text, TASKS)
 
 
@@ -78,7 +79,7 @@ def _split(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _guess(text: str) -> bool | int | float | str:
-    """Return the value of an option of a user's class, with a type guessed from the text."""
+    """Return the value of an option of a user's class.  The type is guessed from the string."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -99,7 +100,7 @@ def parse_ranks(text: str | None, world_size: int) -> tuple[int, ...]:
         first, _, last = part.strip().partition("-")
         try:
             numbers = range(int(first), int(last or first) + 1)
-            ranks |= set(numbers[:1000])  # a typing error may name far more ranks than exist
+            ranks |= set(numbers[:1000])  # a typing error may name millions of ranks
         except ValueError:
             raise UserError(
                 f"{text!r} does not name ranks. Write numbers and ranges, such as 0,2-3."
@@ -126,7 +127,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def spoken_ranks(ranks: Collection[int]) -> str:
-    """Return a set of ranks as words of a sentence: ``"rank 1"``, ``"ranks 0,2-3"``."""
+    """Return a set of ranks in words, for a sentence: ``"rank 1"``, ``"ranks 0,2-3"``."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"
 
 
@@ -140,11 +141,11 @@ _THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**2
 BYTES = {f"{size}{b}": num for size, num in _THOUSANDS.items() for b in ("", "b")}
 _BIT_RATES = {f"{size}bit{s}": _THOUSANDS[size] for size in ("", "k", "m", "g") for s in ("", "/s")}
 RATES = _BIT_RATES | {"kB/s": 8e3, "MB/s": 8e6, "GB/s": 8e9}
-"""Units of bits per second; users may write a unit without capitals in any case."""
+"""Units of rates, in bits per second.  Gbit and other units with ``bit`` may be in any case."""
 
 
 def parse_quantity(text: str, units: Mapping[str, float]) -> float:
-    """Return a number times its unit, such as ``"0.5ms"`` with ``SECONDS``; NaN for other texts."""
+    """Return a number times its unit, such as 0.0005 for ``"0.5ms"``; NaN if there is no match."""
     found = _QUANTITY.fullmatch(text)
     if found is None:
         return math.nan
@@ -158,8 +159,8 @@ def parse_share(name: str, text: str) -> float:
     if not math.isfinite(share):
         raise UserError(f"{name} must be a share, such as 20% or 0.2, not {text}.")
     if share > 1 and "%" not in text:
-        advised = f"write {share:g}% or {share / 100:g}"
-        raise UserError(f"{name} {text} would be {100 * share:g} %; {advised}.")
+        advised = f"Write {share:g}% or {share / 100:g}"
+        raise UserError(f"{name} {text} would mean {100 * share:g} %. {advised}.")
     return share
 
 
@@ -174,7 +175,7 @@ def parse_size(name: str, text: str) -> int:
 # -- faults on purpose ---------------------------------------------------------------------
 
 MAX_SECONDS = 86_400.0
-"""One day."""
+"""The maximum time in a fault, in seconds: one day."""
 MAX_FACTOR = 10_000.0
 
 
@@ -188,7 +189,7 @@ class Slow:
     seconds: float = 0.0
     """The seconds that are added to each step."""
     text: str
-    """The text for users: ``"3x slower"``."""
+    """The description for users: ``"3x slower"``."""
 
 
 def parse_slow(text: str) -> Slow:
@@ -200,19 +201,19 @@ def parse_slow(text: str) -> Slow:
     if rank.isdecimal() and 0 < seconds <= MAX_SECONDS:
         return Slow(rank=int(rank), seconds=seconds, text=f"{1e3 * seconds:g} ms slower")
     raise UserError(
-        f"--slow {text} is not valid. Write a rank and a factor above 1x, up to {MAX_FACTOR:g}x "
-        "(1:3x), or a rank and a time per step, up to a day (1:50ms)."
+        f"--slow {text} is not valid. Write a rank with a factor above 1 and at most "
+        f"{MAX_FACTOR:g}, such as 1:3x, or with a time per step of at most a day, such as 1:50ms."
     )
 
 
 def parse_kills(texts: Iterable[str]) -> dict[int, float]:
-    """Parse texts such as ``1@5s``; return the ranks to kill, each with its training time."""
+    """Parse strings such as ``1@5s``; return each rank with its training seconds until the kill."""
     kills: dict[int, float] = {}
     for text in texts:
         rank, _, amount = text.partition("@")
         seconds = parse_quantity(amount, SECONDS)
         if not (rank.isdecimal() and 0 <= seconds <= MAX_SECONDS):
-            raise UserError(f"--kill {text}: write a rank and a time up to a day, such as 1@5s.")
+            raise UserError(f"--kill {text} is not valid. Write a rank and a time, such as 1@5s.")
         if int(rank) in kills:
             raise UserError(f"--kill names rank {rank} twice. Write each rank once.")
         kills[int(rank)] = seconds
@@ -226,7 +227,7 @@ MAX_LATENCY_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpec:
-    """The link of a rank to all other ranks, which has the full rate in both directions at once."""
+    """A rank's link to all other ranks.  Both directions have the full rate at the same time."""
 
     bits_per_second: float
     latency_seconds: float
@@ -234,7 +235,7 @@ class LinkSpec:
 
     @property
     def text(self) -> str:
-        """The text for users: ``"1 Gbit/s and 0.5 ms"``."""
+        """The description for users: ``"1 Gbit/s and 0.5 ms"``."""
         size, unit = (1e9, "Gbit/s") if self.bits_per_second >= 1e9 else (1e6, "Mbit/s")
         rate = f"{self.bits_per_second / size:g} {unit}"
         return f"{rate} and {1e3 * self.latency_seconds:g} ms"
@@ -260,11 +261,11 @@ LINKS: Mapping[str, LinkSpec] = {
     "NVLink-A100": _gigabits(1840, 3.4),
     "NVLink-H100": _gigabits(2880, 3.4),
 }
-"""Typical links by name; ``docs/emulated-devices.md`` has the source of each figure."""
+"""Typical links by name.  ``docs/emulated-devices.md`` lists the source of each value."""
 
 
 def slower_of(first: LinkSpec, second: LinkSpec) -> LinkSpec:
-    """Return the link of a ring that contains two links: the lower rate, the longer latency."""
+    """Return a link with the lower rate and the longer latency of two links in a ring."""
     return LinkSpec(
         bits_per_second=min(first.bits_per_second, second.bits_per_second),
         latency_seconds=max(first.latency_seconds, second.latency_seconds),
@@ -299,7 +300,7 @@ class Target:
 
     @property
     def text(self) -> str:
-        """The text for users: ``"loss 0.3"``, ``"95 % held-out accuracy"``."""
+        """The description for users: ``"loss 0.3"``, ``"95 % held-out accuracy"``."""
         if self.is_accuracy:
             return f"{100 * self.value:.4g} % held-out accuracy"
         return f"loss {self.value:g}"

@@ -22,9 +22,9 @@ KINDS: Mapping[type, tuple[type, str]] = {
     bool: (bool, "True or False"),
     int: (Integral, "a whole number"),
     float: (Real, "a number"),
-    str: (str, "a text"),
+    str: (str, "a string"),
 }
-"""The types of values, each with the abstract type that ddpnb accepts, and a name for users."""
+"""For each type of value: the abstract type that ddpnb accepts, and a name for users."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,32 +37,32 @@ class Option:
     """The type of a value if ``default`` is None and the option is not a field of a spec."""
     choices: tuple[str, ...] = ()
     offers: tuple[str, ...] = ()
-    """The values that Tab offers if other values are valid too."""
+    """The values that Tab suggests although other values are valid too."""
     least: float | None = None
     above: float | None = None
-    """The lower bound if the bound itself is not valid, instead of ``least``."""
+    """The lower bound, used instead of ``least`` if the bound itself is not valid."""
     most: float | None = None
     below: float | None = None
-    """The upper bound if the bound itself is not valid, instead of ``most``."""
+    """The upper bound, used instead of ``most`` if the bound itself is not valid."""
     from_text: Callable[[str, str], Any] | None = None
-    """A parser of a special notation, called with the option's name and the text."""
+    """A parser of a special notation, called with the option's name and the user's string."""
     flag: str = ""
-    """The argument of a magic, ``--batch-size``; empty: derived from the field's name."""
+    """The option in a magic's line, such as ``--epochs``.  If empty, the field's name is used."""
     group: str = ""
     """The heading above the option's help."""
     example: str = "N"
     most_values: int = 1
-    """The largest number of values, written as ``"0.02,0.05"`` or as a tuple."""
+    """Maximum number of values.  Users write several values as ``"0.02,0.05"`` or as a tuple."""
 
     @property
     def keyword(self) -> str:
-        """The option's name in Python: ``--no-wait`` is ``wait``, which is True by default."""
+        """The option's name in Python: ``wait`` for ``--no-wait``.  ``wait`` is True by default."""
         name = self.flag.lstrip("-").removeprefix("no-").replace("-", "_")
         return f"{name}_" if keyword.iskeyword(name) else name
 
     @property
     def name(self) -> str:
-        """The option's name in errors; ``wait`` can have a wrong value only in Python."""
+        """The option's name in errors.  If True is the default, errors use the name in Python."""
         return self.keyword if self.default is True else self.flag
 
     @property
@@ -77,7 +77,7 @@ class Option:
 
     @property
     def values(self) -> tuple[str, ...]:
-        """All values as texts; empty if there is no list of values."""
+        """All valid values as strings; empty if the option has no fixed list of values."""
         return ("on", "off") if self.value_kind is bool else self.choices
 
     def words(self, value: Any) -> list[str]:
@@ -89,7 +89,7 @@ class Option:
         return [self.flag, f"{value:.12g}" if isinstance(value, float) else str(value)]
 
     def read(self, name: str, given: Any) -> Any:
-        """Parse and check a value that the user gave as a text or in Python.
+        """Parse and check a value that the user gave as a string or as a Python object.
 
         If the value is not valid, a UserError names the option ``name`` and the valid values.
         """
@@ -124,7 +124,7 @@ class Option:
     def validate(self, name: str, value: Any, given: Any = None) -> Any:
         """Return a valid value, converted by ``as_kind``; raise UserError as ``read`` does.
 
-        An error quotes ``given``, the user's own words, if they differ from the value.
+        The error quotes ``given``, the value as the user wrote it, if ``given`` is not None.
         """
         if value is None and self.default is None:
             return None
@@ -153,7 +153,7 @@ class Option:
 
 
 def option(default: Any, about: str, **described: Any) -> Any:
-    """Return a field of a spec that the user can set; ``described`` are fields of ``Option``."""
+    """Return a field of a spec that the user can set; ``described`` sets fields of ``Option``."""
     made = Option(default=default, about=about, **described)
     return dataclasses.field(default=default, metadata={"option": made})
 
@@ -174,7 +174,7 @@ def options_of(spec: type, *names: str) -> Mapping[str, Option]:
 def read_options(kind: type, choices: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a spec that the user set; raise UserError if a value is not valid.
 
-    ``choices`` has texts or values by the options' names in Python; other names are ignored.
+    ``choices`` maps the options' names in Python to strings or values.  Other names are ignored.
     """
     return {
         name: each.read(each.name, choices[each.keyword])
@@ -199,12 +199,12 @@ def check_options(spec: Any) -> None:
 def as_kind(name: str, value: object, kind: type) -> Any:
     """Return a value as an object of a built-in type, which ddpnb can store and send.
 
-    Numpy's numbers are valid, and a whole number is a valid float.  Other types raise UserError
-    about ``name``.  ``kind`` is in ``KINDS``, or a class: then its objects are returned unchanged.
+    Numpy's numbers are valid, and a whole number is a valid float.  Other types raise a UserError
+    about ``name``.  If ``kind`` is not in ``KINDS``, objects of this class are returned unchanged.
     """
     if kind not in KINDS and isinstance(value, kind):
         return value
-    abstract, words = KINDS.get(kind, (str, "a number or a text"))
+    abstract, words = KINDS.get(kind, (str, "a number or a string"))
     is_bool = isinstance(value, bool) or type(value).__name__ == "bool"  # numpy's
     if is_bool if kind is bool else isinstance(value, abstract) and not is_bool:
         try:
@@ -212,7 +212,7 @@ def as_kind(name: str, value: object, kind: type) -> Any:
         except OverflowError:
             raise UserError(f"{name} is too large. Write a smaller number.") from None
     if kind is str and isinstance(value, type):
-        raise UserError(f"{name} takes a text, not a class. Write the name {value.__name__!r}.")
+        raise UserError(f"{name} takes a string, not a class. Write the name {value.__name__!r}.")
     is_short = isinstance(value, str | Real) and len(repr(value)) < 40
     shown = repr(value) if is_short else kind_of(value)
     raise UserError(f"{name} takes {words}, not {shown}.")

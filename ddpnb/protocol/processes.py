@@ -54,15 +54,15 @@ class RankCommand(StrEnum):
     """A command from the kernel to a rank's control thread, which is never busy for long."""
 
     ABORT = "abort"
-    """End all waits, given the processes of the host's other ranks; answer with the number."""
+    """End all waits for other ranks; answer with the number of waits that ended."""
     ANSWER = "answer"
-    """Give a debugged rank the user's line; None: the prompt no longer exists."""
+    """Send the user's line to a rank in the debugger, or None if the prompt no longer exists."""
     STATUS = "status"
     """Answer with the fields of a ``RankStatus``."""
     STACK = "stack"
     """Answer with the lines of the stack of the user's code."""
     STOP = "stop"
-    """End the run after its current step, without an answer."""
+    """End the run after its current step.  The rank does not answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,29 +73,29 @@ class RankStatus:
     is_busy: bool
     """True if the rank runs a cell or trains."""
     cell: int = 0
-    """The ``n`` of the cell ``In [n]`` that the rank runs; 0: unknown."""
+    """The ``n`` of the cell ``In [n]`` that the rank runs; 0 if unknown."""
     line: int = 0
-    """The line of the cell or script that the rank runs; 0: unknown."""
+    """The line of the cell or script that the rank runs; 0 if unknown."""
     file: str = ""
     """The name of the script that the rank runs; empty in a cell."""
     call: str = ""
-    """The ``torch.distributed`` call that the rank waits in, e.g. ``"all_reduce"``; or empty."""
+    """The ``torch.distributed`` call in which the rank waits, e.g. ``"all_reduce"``; or empty."""
     in_backward: bool = False
     """True if the rank is inside ``backward()``, in which DDP calls its all-reduces."""
     tensor: str = ""
-    """The tensor that ``call`` sends, e.g. ``"Float [3, 4]"``; empty: unknown."""
+    """The tensor that ``call`` sends, e.g. ``"Float [3, 4]"``; empty if unknown."""
     peer: int | None = None
-    """The rank to which ``call`` sends, or from which it receives."""
+    """The rank to which ``call`` sends, or from which ``call`` receives."""
     num_collectives: int = 0
     """The number of collectives of the default group that have begun on this rank."""
     num_bytes_between_hosts: int = 0
     """The bytes sent and received between this rank and the ranks of other hosts."""
     cpu_seconds: float = 0.0
-    """The processor time of the process; 0 while the rank waits for a GPU, which uses a core."""
+    """Processor time of the process; 0 during a wait for a GPU, because the wait uses a core."""
 
 
 def num_cores(system: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Return the number of cores that this process may use; hyper-threads of a core count once."""
+    """Return the number of cores that this process may use, without hyper-threads."""
     cores = set()
     for cpu in os.sched_getaffinity(0):
         try:
@@ -121,17 +121,17 @@ def may_have_gpus() -> bool:
 
 
 PIPE_SECONDS = 10.0
-"""The limit for a wait for the process at the other end of a pipe."""
+"""Maximum seconds to wait for the process at the other end of a pipe."""
 
 
 def limit_waits(
     pipe: Connection, *, write_seconds: float = PIPE_SECONDS, read_seconds: float = 0.0
 ) -> socket.socket:
-    """Limit how long a write to a pipe, or a read, waits for the process at the other end.
+    """Limit how long reads from a pipe and writes to it wait for the process at the other end.
 
     0 means no limit.  A longer wait raises BlockingIOError.  The pipe may then be unusable,
-    because only a part of a message may have been sent.  The returned socket of the pipe can be
-    shut down while a thread reads.
+    because only a part of a message may have been sent.  Another thread can shut down the returned
+    socket to end a read.
     """
     end = as_socket(pipe.fileno())
     for option, seconds in (
@@ -144,9 +144,9 @@ def limit_waits(
 
 
 def as_socket(fd: int) -> socket.socket:
-    """Return a copy of an open socket, given its descriptor; raise OSError if it is closed.
+    """Return a copy of an open socket, given its descriptor; raise OSError if the socket is closed.
 
-    A default timeout of the user is turned off meanwhile.  With a default timeout, Python would
+    The user's default timeout is turned off during this call.  With a default timeout, Python would
     make the socket non-blocking for every process that uses the socket.
     """
     copy, default = os.dup(fd), socket.getdefaulttimeout()
@@ -175,12 +175,12 @@ def parent_folder() -> Path:
 
 
 def private_folder() -> Path:
-    """Make a run folder for a cluster, closed to other users (mode 0700)."""
+    """Create a run folder for a cluster that other users cannot open (mode 0700)."""
     return Path(tempfile.mkdtemp(prefix=RUN_FOLDER, dir=parent_folder()))
 
 
 def process_log(folder: Path, member: int | str) -> Path:
-    """Return the run folder's file for output of a rank or the controller that bypasses Python."""
+    """Return the file for output that bypasses Python on a rank or in the controller."""
     return folder / f"{member}.log"
 
 
@@ -192,7 +192,7 @@ def hold(folder: Path) -> TextIO:
     """Lock a run folder until the returned file is closed or this process has ended.
 
     The operating system keeps the lock.  So the lock also works between containers that share the
-    folder, but not their process ids.
+    folder but have separate process ids.
     """
     draft = folder / f"{SERVER_LOCK}.{os.getpid()}"
     file = draft.open("w")
@@ -202,7 +202,7 @@ def hold(folder: Path) -> TextIO:
 
 
 def remove_leftovers() -> list[Path]:
-    """Remove this user's run folders without a running fork server; return the removed folders.
+    """Remove this user's run folders that have no running fork server; return their paths.
 
     A fork server that is killed leaves its run folder behind.
     """

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ddpnb.protocol.options import check_options, option
 
 CHUNK_ELEMENTS = 2**16
-"""The number of tensor elements that share one digest, and that a rank sends together."""
+"""The number of tensor elements in a chunk.  A chunk has one digest and is sent in one piece."""
 DIGEST_BYTES = 16
 
 Indices = NDArray[np.integer[Any]]
@@ -37,7 +37,7 @@ class TensorDigest:
     kind: str = ""
     """The tensor's element type, such as ``"float32"``."""
     digests: bytes = b""
-    """The digests of all chunks, ``DIGEST_BYTES`` for every ``CHUNK_ELEMENTS``."""
+    """The digests of all chunks, one after another.  Each digest has ``DIGEST_BYTES`` bytes."""
 
     def chunk(self, number: int) -> bytes:
         """Return the digest of a chunk."""
@@ -54,9 +54,9 @@ class Held:
     """The tensors that one rank holds under one name."""
 
     parts: Mapping[Part, Mapping[str, TensorDigest]] = field(default_factory=dict)
-    """The tensors of each part by name, in the rank's order."""
+    """The tensors of each part by name, in their order on the rank."""
     sharded: Mapping[Part, int] = field(default_factory=dict)
-    """The number of tensors per part that are sharded over the ranks, or that have no values."""
+    """For each part: the number of tensors that are sharded over the ranks or have no values."""
     is_ddp: bool = False
     """True if ``DistributedDataParallel`` averages the gradients."""
     syncs_buffers: bool = True
@@ -70,7 +70,7 @@ class RankReplica:
     rank: int
     held: Mapping[str, Held]
     num_steps: Mapping[str, int] = field(default_factory=dict)
-    """The number of steps of each optimizer in the rank's variables, if the optimizer counts."""
+    """The number of steps of each optimizer on the rank, if the optimizer counts its steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,15 +78,17 @@ class SamplerSpec:
     """The sampler and the epochs that a rank reads."""
 
     expression: str = ""
-    """The user's sampler or ``DataLoader``; empty: ddpnb creates a ``DistributedSampler``."""
+    """A sampler or ``DataLoader`` on the ranks.  If empty, ddpnb makes a ``DistributedSampler``."""
     num_samples: int = option(
-        30, "samples of the data set, without a sampler", flag="-n", least=1, most=1_000_000
+        30, "size of the data set if you do not name a sampler", flag="-n", least=1, most=1_000_000
     )
     num_epochs: int = option(3, "number of epochs to show", flag="--epochs", least=1, most=20)
     sets_epoch: bool = option(
         True, "do not call set_epoch(epoch) before each epoch", flag="--no-set-epoch"
     )
-    drop_last: bool = option(False, "drop the last samples instead of repeating some samples")
+    drop_last: bool = option(
+        False, "drop leftover samples, instead of repeating samples as padding"
+    )
     shuffle: bool = option(False, "shuffle the samples, as DistributedSampler does")
 
     def __post_init__(self) -> None:
@@ -100,7 +102,7 @@ class RankSamples:
     kind: str
     """The name of the sampler's class."""
     num_samples: int
-    """The size of the data set; 0: unknown."""
+    """The size of the data set; 0 if unknown."""
     epochs: tuple[Indices, ...]
     has_set_epoch: bool = True
-    """True if the sampler has ``set_epoch``; if not, a random order is only one example."""
+    """True if the sampler has ``set_epoch``.  If not, a random order is only an example."""

@@ -25,15 +25,15 @@ class Span:
     """The begin in seconds, on the clock that all ranks of the trace share."""
     end: float
     num_bytes: int | None = None
-    """The bytes of the tensors that this rank passed to the call; None: no tensors."""
+    """The bytes of the tensors that this rank passed to the call; None without tensors."""
     group: tuple[int, ...] = ()
-    """The ranks that take part, as numbers in the default group; empty: only this rank."""
+    """The ranks that take part, as numbers in the default group; empty if only this rank does."""
     line: str = ""
-    """The line of the user's code that made the call, such as ``"line 3"``; empty: unknown."""
+    """The line of the user's code that made the call, such as ``"line 3"``; empty if unknown."""
 
     @property
     def seconds(self) -> float:
-        """The duration."""
+        """The duration in seconds."""
         return self.end - self.start
 
 
@@ -45,7 +45,7 @@ class RankSpans:
     spans: tuple[Span, ...]
     num_dropped: int = 0
     num_open: int = 0
-    """The number of calls that had not ended when the cell ended; their spans end with the cell."""
+    """The number of calls that were still open when the cell ended.  Their spans end there."""
     clock_at: float = 0.0
     """The ``time.time()`` at which the clock of the spans was 0."""
 
@@ -64,21 +64,21 @@ class CollectiveSpec:
     """A collective that ranks run as a demonstration."""
 
     name: str
-    """One of ``SHOWN``."""
+    """The name of the collective, one of ``SHOWN``."""
     ranks: tuple[int, ...]
     num_bytes: int = option(
         0,
-        "bytes of the tensor that a rank passes; by default a few numbers",
+        "size of the tensor on each rank; by default a few numbers",
         flag="--size",
         from_text=parse_size,
         most=256_000_000,
         example="4MB",
     )
     root: int | None = option(
-        None, "rank that sends or receives everything; by default the first", example="RANK"
+        None, "rank that sends or receives everything; by default the first rank", example="RANK"
     )
     op: str = option(
-        "sum", "operation of a reduction", choices=("sum", "max", "min", "product"), example="NAME"
+        "sum", "reduction of the tensors", choices=("sum", "max", "min", "product"), example="NAME"
     )
 
     def __post_init__(self) -> None:
@@ -90,7 +90,7 @@ class CollectiveSpec:
         if self.root is not None and self.name not in ROOTED:
             raise UserError(f"{self.name} has no root. Remove --root.")
         if self.root is not None and self.root not in self.ranks:
-            raise UserError(f"--root {self.root} does not take part. Choose a rank that does.")
+            raise UserError(f"--root {self.root} does not take part. Choose another rank as root.")
 
     @property
     def from_rank(self) -> int:
@@ -99,7 +99,7 @@ class CollectiveSpec:
 
 
 Chunks = tuple[tuple[float, ...], ...]
-"""The first numbers of each chunk of a tensor; empty: the rank has no tensor."""
+"""The first numbers of each chunk of a tensor; empty if the rank has no tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +114,9 @@ class CollectiveShown:
     num_got: int
     """The number of elements of the tensor that this rank has afterwards."""
     seconds: float
-    """The seconds of one call on this rank, as the median of several calls."""
+    """The median seconds of one call on this rank, over several calls."""
     small_seconds: float
     """The seconds of a call with the smallest possible tensor."""
     num_bytes_sent: int | None
-    """The bytes sent on this rank's TCP connections during one call; None: unknown."""
+    """The bytes sent on this rank's TCP connections during one call; None if unknown."""
     backend: str

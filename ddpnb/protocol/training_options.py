@@ -33,55 +33,55 @@ class TrainingSpec:
 
     task: str = _training(
         CELL_TASK,
-        f"{' | '.join(TASKS)}, with options as in synthetic:samples=512; default: the cell's task",
+        f"{' | '.join(TASKS)}; add options as in synthetic:samples=512; by default the cell's task",
         example="TASK",
     )
     source: str = ""
-    """The comparison's cell; defines ``model()`` and ``data(split)`` if ``task`` is ``"cell"``."""
+    """The cell's code.  It defines ``model()`` and ``data(split)`` if ``task`` is ``"cell"``."""
     cell: int = 0
-    """The ``n`` of the cell's ``In [n]``; 0: no cell."""
+    """The ``n`` of the cell's ``In [n]``; 0 if there is no cell."""
     num_epochs: float = _training(
         2.0,
-        "passes over the training data; asynchronous runs count the samples of all workers",
+        "number of passes over the training data, counted over the samples of all workers",
         flag="--epochs",
         above=0,
     )
-    batch_size: int = _training(256, "global batch: samples per step of all workers", least=1)
+    batch_size: int = _training(256, "samples per step of all workers (global batch)", least=1)
     learning_rate: float = _training(
         0.05,
-        "learning rate of the default optimizer, SGD; with several rates, such as 0.02,0.05,0.1, "
+        "learning rate of the default optimizer (SGD); if you give several, such as 0.02,0.05,0.1, "
         "each strategy is compared at the rate with its lowest held-out loss",
         flag="--lr",
         above=0,
         most_values=6,
     )
     rates: tuple[float, ...] = ()
-    """The learning rates that every strategy tries; empty: only ``learning_rate``."""
+    """The learning rates that every strategy tries; empty if there is only ``learning_rate``."""
     momentum: float = _training(0.0, "momentum of the default optimizer", least=0, below=1)
     seed: int = _training(
         0, "seed of the initial weights and of the order of samples", least=0, most=2**63 - 1
     )
     eval_every: float | None = _training(
         None,
-        "epochs between evaluations on held-out samples, for the held-out curve; by default a "
-        "tenth of the run; 0: only at the end",
+        "number of epochs between evaluations on held-out samples; by default a tenth of the run; "
+        "0 evaluates only at the end",
         least=0,
     )
     eval_samples: int | None = _training(
         None,
-        "samples of each split for evaluations of a model; by default at most 10,000, and fewer if "
-        "evaluations would take more than a quarter of the training time",
+        "maximum samples per split in an evaluation; by default 10,000, or fewer if evaluations "
+        "would take more than a quarter of the training time",
         least=1,
     )
     min_seconds: float | None = _training(
         None,
-        "seconds that every strategy trains at least; ddpnb raises the epochs of all strategies",
+        "minimum training seconds of every strategy; ddpnb adds epochs to all strategies equally",
         above=0,
         most=86_400,
         example="S",
     )
     accumulate: int = _steps(
-        1, "micro-batches per step of each worker, for gradient accumulation", least=1
+        1, "number of micro-batches per step of a worker (gradient accumulation)", least=1
     )
     amp: str = _steps(
         "none",
@@ -90,27 +90,27 @@ class TrainingSpec:
         example="TYPE",
     )
     clip: float | None = _steps(
-        None, "largest norm of all gradients together; ddpnb scales larger gradients down", above=0
+        None, "maximum norm of all gradients together; ddpnb scales larger gradients down", above=0
     )
     batch_per_worker: int | None = _steps(
-        None, "samples per step of each worker, instead of --batch-size (weak scaling)", least=1
+        None, "samples per step of each worker; replaces --batch-size (weak scaling)", least=1
     )
     devices: str = _devices(
         "",
-        "emulate eight V100 cards: the time is computed, gradients and losses are real; 16xV100/2: "
-        "on two hosts; 8: devices as fast as one idle core; real: the time is measured",
+        "emulate eight V100 cards (times are computed, gradients are real); 16xV100/2 emulates two "
+        "hosts; 8 emulates devices as fast as one idle core; real measures the times",
         example="8xV100",
         offers=tuple(f"8x{card}" for card in CARDS),
     )
     as_: str = _devices(
         "",
-        f"model with published time and bytes for the emulated cards: {' | '.join(MODELS)}",
+        f"use this model's published time and bytes on the cards: {' | '.join(MODELS)}",
         example="MODEL",
         offers=tuple(MODELS),
     )
     compute: str = _devices(
         "",
-        "an emulated device's time per sample, and fixed time per forward and backward pass",
+        "time per sample of an emulated device, and fixed time per forward and backward pass",
         example="0.4ms/sample,2ms",
     )
     device_link: str = _devices(
@@ -119,36 +119,36 @@ class TrainingSpec:
     link: str = _devices(
         "",
         "rate and one-way latency of the emulated network between hosts, or between devices if "
-        f"there is one host; also {', '.join(LINKS)}",
+        f"there is one host; or a name: {', '.join(LINKS)}",
         example="1Gbit,0.5ms",
         offers=tuple(LINKS),
     )
     num_data_workers: int = _data(
         0,
-        "processes of torch's DataLoader per rank, which load samples ahead",
+        "number of processes per rank in which torch's DataLoader loads samples ahead",
         flag="--data-workers",
         least=0,
         most=256,
     )
     save: bool = _data(
-        False, "rank 0 saves the trained weights to a file in data/runs/models (torch.save)"
+        False, "save the trained weights of each run to a file in data/runs/models (torch.save)"
     )
     slow: tuple[str, ...] = _faults(
         (),
-        "rank 1 takes 3 times as long; 1:50ms: 50 ms longer per step; 0:2x,1:3x: two slow ranks",
+        "slow rank 1 by a factor of 3; 1:50ms adds 50 ms to each step; 0:2x,1:3x slows two ranks",
         most_values=64,
         example="1:3x",
     )
     jitter: float = _faults(
         0.0,
-        "largest random share by which each step of each rank takes longer",
+        "maximum random share of time that ddpnb adds to each step of each rank",
         example="20%",
         from_text=parse_share,
         least=0,
         most=100,
     )
     kill: tuple[str, ...] = _faults(
-        (), "ddpnb kills rank 1 after 5 seconds of training", most_values=64, example="1@5s"
+        (), "kill rank 1 after 5 seconds of training", most_values=64, example="1@5s"
     )
 
     def __post_init__(self) -> None:
@@ -179,7 +179,7 @@ class TrainingSpec:
 
     @property
     def emulated(self) -> Devices | None:
-        """The emulated devices; None: the time is measured."""
+        """The emulated devices; None if the times are measured."""
         if not self.is_emulated:
             return None
         return parse_devices(
@@ -191,7 +191,7 @@ class TrainingSpec:
         )
 
     def global_batch(self, num_workers: int) -> int:
-        """Return the samples per step of all workers together."""
+        """Return the number of samples per step of all workers together."""
         if self.batch_per_worker is None:
             return self.batch_size
         return self.batch_per_worker * num_workers
@@ -203,7 +203,7 @@ class TrainingSpec:
 
     @property
     def batch_words(self) -> str:
-        """The global batch as a text for users: ``"256"``, ``"64 per worker"``."""
+        """The global batch in words for users: ``"256"``, ``"64 per worker"``."""
         if self.batch_per_worker is None:
             return f"{self.batch_size:,}"
         return f"{self.batch_per_worker:,} per worker"
@@ -216,8 +216,8 @@ def make_training_spec(choices: Mapping[str, Any], **others: Any) -> TrainingSpe
     """
     if all(choices.get(name) is not None for name in ("batch_size", "batch_per_worker")):
         raise UserError(
-            "--batch-size fixes the global batch, but --batch-per-worker makes it grow with the "
-            "number of workers. Remove one of the two options."
+            "--batch-size fixes the global batch, but with --batch-per-worker the global batch "
+            "grows with the number of workers. Remove one of the two options."
         )
     fields = read_options(TrainingSpec, choices)
     if rates := fields.pop("learning_rate", ()):

@@ -25,9 +25,9 @@ import psutil
 from ddpnb.compat.cloudpickle_internals import use_namespace
 
 LARGE_BYTES = 2**16
-"""Arrays of this size or more stay out of the pickle; variables of this size are sent in a file."""
+"""Minimum size of arrays that stay out of the pickle, and of variables that are sent in a file."""
 MAPPED_BYTES = 2**24
-"""Files of this size or more are mapped, which takes a file descriptor each; others are read."""
+"""Minimum size of files that are mapped.  Smaller files are read, to save file descriptors."""
 ALIGNED_BYTES = 64
 """Each part of a file begins at a multiple of this number of bytes."""
 
@@ -40,7 +40,7 @@ class Parcel:
     """Pickled variables, ready to send."""
 
     parts: tuple[bytes, ...] = ()
-    """The pickle and then the arrays outside the pickle; empty if all are in a file."""
+    """The pickle, then the arrays outside the pickle.  Empty if they are in the file ``path``."""
     path: str = ""
     sizes: tuple[int, ...] = ()
     """The number of bytes of each part in the file."""
@@ -54,8 +54,8 @@ def dump(value: object, *, for_ranks: bool, classes: Collection[str] = ()) -> li
 
     Args:
         value: the value to pickle.
-        for_ranks: True to give the notebook's functions the rank's variables as globals, and keep
-            tensors on their kind of device.  Otherwise functions bring their own globals along,
+        for_ranks: if True, functions of the notebook use the rank's variables as globals, and
+            tensors stay on their kind of device.  If False, functions are sent with their globals,
             and tensors arrive on the CPU.
         classes: names of ``__main__`` classes that the receiver replaces with its own classes.
     """
@@ -66,7 +66,7 @@ def dump(value: object, *, for_ranks: bool, classes: Collection[str] = ()) -> li
 
 
 class VariablePickler(cloudpickle.Pickler):  # type: ignore[misc]  # has no type hints
-    """Pickles the values of notebooks; ``buffers`` has the arrays outside the pickle."""
+    """Pickles values of notebooks.  ``buffers`` contains the arrays outside the pickle."""
 
     def __init__(self, file: io.BytesIO, *, for_ranks: bool, classes: Collection[str]) -> None:
         super().__init__(file, protocol=5, buffer_callback=self._take)
@@ -98,7 +98,7 @@ class VariablePickler(cloudpickle.Pickler):  # type: ignore[misc]  # has no type
 
 
 def main_namespace() -> dict[str, Any]:
-    """Return the notebook's variables; on a rank, the variables of cells or of ``load``."""
+    """Return the notebook's variables.  On a rank: the variables of cells or of ``load``."""
     found = _namespace.get()
     return vars(sys.modules["__main__"]) if found is None else found
 
@@ -107,14 +107,14 @@ _namespace: ContextVar[dict[str, Any] | None] = ContextVar("namespace", default=
 
 
 def own_class(name: str) -> Any:
-    """Return the receiver's class of ``__main__`` with this name."""
+    """Return the receiving process's own class in ``__main__`` with this name."""
     return vars(sys.modules["__main__"])[name]
 
 
 def reduce_tensor(tensor: Any, torch: Any, *, stays: bool) -> Any:
     """Reduce a tensor to the memory of its elements; copy the elements if they are not contiguous.
 
-    Torch reduces special tensors itself.  Unless ``stays``, they are copied to the CPU first.
+    Torch reduces special tensors itself.  Unless ``stays``, these are first copied to the CPU.
     """
     kind, device = type(tensor), tensor.device.type
     if kind is torch.nn.Parameter:
@@ -133,7 +133,7 @@ def reduce_tensor(tensor: Any, torch: Any, *, stays: bool) -> Any:
 def rebuild_tensor(
     memory: Any, dtype: Any, shape: tuple[int, ...], requires_grad: bool, device: str
 ) -> Any:
-    """Return a tensor over ``memory``; for a GPU, a copy on this process's device."""
+    """Return a tensor that uses ``memory``, or a copy of the tensor on this process's GPU."""
     torch = importlib.import_module("torch")  # in the kernel, only if the user pulls a tensor
     if memoryview(memory).nbytes:
         tensor = torch.frombuffer(memory, dtype=dtype).reshape(shape)
@@ -146,9 +146,9 @@ def rebuild_tensor(
 
 
 def packed(parts: Sequence[memoryview], path: str, *, num_copies: int = 1) -> Parcel:
-    """Return a parcel of pickled parts, which are in the existing file ``path`` or in the parcel.
+    """Return a parcel of pickled parts, written to the existing file ``path`` or into the parcel.
 
-    The parts are in the parcel if they are small, without a path, or if the disk has no room.
+    The parts are in the parcel if they are small, if ``path`` is empty, or if the disk is full.
 
     Raises:
         MemoryError: the memory is too small for ``num_copies`` such files.
@@ -165,7 +165,7 @@ def packed(parts: Sequence[memoryview], path: str, *, num_copies: int = 1) -> Pa
         )
     if not is_large or size > shutil.disk_usage(path).free:
         return Parcel(parts=tuple(map(bytes, parts)))
-    with open(path, "r+b") as file:  # not created: without the file, no receiver waits
+    with open(path, "r+b") as file:  # without the file, no receiver waits: never create it
         for part in parts:
             file.write(part)
             file.seek(_aligned(part.nbytes) - part.nbytes, os.SEEK_CUR)
@@ -178,7 +178,7 @@ def _aligned(size: int) -> int:
 
 
 def receive(parcel: Parcel) -> Any:
-    """Unpickle a parcel; errors of unpickling propagate.  The arrays are writable copies."""
+    """Unpickle a parcel and raise errors of unpickling.  The arrays are writable copies."""
     return load(opened(parcel))
 
 
@@ -201,10 +201,10 @@ def opened(parcel: Parcel) -> list[Any]:
 
 
 def load(parts: Sequence[Any], namespace: dict[str, Any] | None = None) -> Any:
-    """Unpickle the parts of a parcel; the loaded arrays share the memory of these parts.
+    """Unpickle the parts of a parcel.  The loaded arrays share the memory of these parts.
 
-    Functions of the notebook use ``namespace`` as global variables, and add the variables that
-    they bring along.  By default, they use the variables of ``__main__``.
+    Functions of the notebook use ``namespace`` as global variables, and add the variables that were
+    sent with them.  By default, functions use the variables of ``__main__``.
     """
     stream, *buffers = parts
     token = _namespace.set(namespace)

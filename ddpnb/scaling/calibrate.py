@@ -1,4 +1,4 @@
-"""Fits the model to a comparison, or takes the figures of emulated devices.  (Kernel.)"""
+"""Fits the model to a comparison, or uses the values of emulated devices.  (Kernel.)"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,16 +16,16 @@ from ddpnb.scaling.waiting import expected_max
 GLOO_LATENCY_SECONDS = 30e-6
 """The assumed latency of a message between two processes of a host."""
 MOST_FIXED = 50.0
-"""Upper bound of a step's fixed cost, in multiples of the largest batch's cost."""
+"""Upper bound of a step's fixed cost, divided by the cost of the largest batch's samples."""
 FREE = LinkSpec(bits_per_second=1e15, latency_seconds=0.0)
-"""A link with exchanges too fast to measure."""
+"""A link that is so fast that exchanges take hardly any time."""
 
 
 class SizeClass(NamedTuple):
     """The steps with the same number of samples."""
 
     num_samples: int
-    """Samples of one rank in a step."""
+    """Number of samples of one rank in a step."""
     seconds: float
     """Median seconds of a step."""
     num_steps: int
@@ -38,7 +38,7 @@ class Measured:
     name: str
     """Name of the comparison, such as ``digits-3``."""
     batch_size: int
-    """The global batch; with ``is_weak``, the batch of each rank."""
+    """Size of the global batch; if ``is_weak``, size of each rank's batch."""
     is_weak: bool
     num_ranks: int
     num_bytes: float
@@ -56,7 +56,7 @@ class Measured:
     cores: int
     """Number of cores of the machine that trained."""
     devices: Devices | None = None
-    """Emulated devices, with figures that the model uses; None: times were measured."""
+    """Emulated devices, from which the model takes its constants; None if times were measured."""
     jitter: float = 0.0
     """Jitter of emulated devices; see ``ComputeTimes``."""
     num_passes: int = 1
@@ -66,7 +66,7 @@ class Measured:
 
     @property
     def shares_cores(self) -> bool:
-        """True if the ranks compute on the cores of one CPU, which more ranks would share."""
+        """True if the ranks compute on one CPU.  More ranks would share the same cores."""
         return self.device == "cpu" and self.devices is None
 
     @property
@@ -76,7 +76,7 @@ class Measured:
 
     @property
     def sized(self) -> list[tuple[SizeClass, ...]]:
-        """The groups of steps with several sizes, which show a step's fixed cost."""
+        """The groups that have steps of different sizes.  They show a step's fixed cost."""
         return [
             group
             for group in (self.alone, self.together)
@@ -91,7 +91,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """The model's constants, from one comparison."""
+    """The constants of the model for one comparison."""
 
     measured: Measured
     work: Workload
@@ -100,7 +100,7 @@ class Calibration:
 
 
 def calibrate(measured: Measured) -> Calibration:
-    """Fit the model to measured times, or take the figures of emulated devices' clocks.
+    """Fit the model to measured times, or use the values of emulated devices' clocks.
 
     ``docs/prediction-error.md`` explains the three steps: computing, exchanges, other strategies.
     """
@@ -114,7 +114,7 @@ def calibrate(measured: Measured) -> Calibration:
 
 
 def _stated(measured: Measured, devices: Devices) -> tuple[Workload, Machine]:
-    """Return the workload and the machine with the figures of emulated devices' clocks."""
+    """Return the workload and the machine with the values of emulated devices' clocks."""
     assert devices.compute is not None, "compute is measured before the first training"
     mean = 1 + measured.jitter / 2
     per_sample, per_pass = devices.compute
@@ -128,7 +128,7 @@ def _stated(measured: Measured, devices: Devices) -> tuple[Workload, Machine]:
         num_bytes=devices.num_gradient_bytes or measured.num_bytes,
         num_trained_bytes=measured.num_bytes,
         num_passes=measured.num_passes,
-        variation=measured.jitter / math.sqrt(12) / mean,  # drawn evenly from 0 to jitter
+        variation=measured.jitter / math.sqrt(12) / mean,  # drawn uniformly from 0 to jitter
         wrapper_seconds=devices.wrapper_seconds,
         replica_seconds=devices.seconds_per_replica,
     )
@@ -139,7 +139,7 @@ def _stated(measured: Measured, devices: Devices) -> tuple[Workload, Machine]:
 
 
 def _fitted(measured: Measured) -> tuple[Workload, Machine]:
-    """Return the workload and the machine for which the model gives the measured rates."""
+    """Return the workload and the machine with which the model reproduces the measured rates."""
     alone = _level(measured, "single", measured.alone, 1)
     work = Workload(
         alone=alone,
@@ -185,9 +185,9 @@ def _fixed_over_per_sample(measured: Measured) -> float:
 def _level(
     measured: Measured, strategy: str, group: Sequence[SizeClass], num_ranks: int
 ) -> Compute:
-    """Return the cost of computing that gives the measured rate.
+    """Return the cost of computing that reproduces the measured rate of a strategy.
 
-    If N ranks share C < N cores, a rank computes for C / N of the time of a step.
+    If N ranks share C cores and C < N, a rank computes during only C / N of a step.
     """
     steps = sum(each.num_steps for each in group)
     samples = sum(each.num_samples * each.num_steps for each in group) / steps
@@ -200,7 +200,7 @@ def _level(
 
 
 def _with_link(work: Workload, here: Machine, measured: Measured) -> tuple[Workload, Machine]:
-    """Return a link that gives the measured rate of ``ddp``, and a limited variation of ranks."""
+    """Return the workload with a limited variation, and a machine with a link that fits ``ddp``."""
     num, wanted = measured.num_ranks, measured.seconds_of("ddp")
     own = cost(work, here, num).of(work.samples(num))
     most = (wanted - step_seconds("no-comm", work, here, num)) / 2 / (own * expected_max(num))
@@ -226,7 +226,7 @@ def _with_link(work: Workload, here: Machine, measured: Measured) -> tuple[Workl
 
 
 def _factor(name: str, work: Workload, here: Machine, measured: Measured) -> float | None:
-    """Return the ratio of measured to modelled seconds beyond ``no-comm``; None means 1."""
+    """Return measured over modelled seconds, both minus ``no-comm``'s seconds; None means 1."""
     is_fitted = measured.devices is None or name.startswith(("fsdp", "zero"))
     if name in ("single", "no-comm", "ddp") or not is_fitted:
         return None

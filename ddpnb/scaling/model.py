@@ -2,7 +2,7 @@
 
 A step consists of a rank's computing, its waiting, and the exposed part of its exchanges:
 
-    compute    c(b) = fixed + per_sample * b for b samples of a rank; ranks share cores in turns
+    compute    c(b) = fixed + per_sample * b for b samples of a rank; ranks take turns on cores
     exchanges  the exchanges of each strategy, with the messages of ``protocol.costs``
     waiting    for the slowest of N ranks: c * variation * expected_max(N)
 
@@ -31,9 +31,9 @@ from ddpnb.scaling.waiting import expected_max, on_cores, server_bound
 
 MEGABYTE = 2**20
 FIRST_BUCKET_BYTES = 2**20
-"""Size of DDP's first bucket, which is small so that DDP soon uses the link."""
+"""Size of DDP's first bucket.  The bucket is small, so that DDP soon uses the link."""
 NO_GAIN = 1.1
-"""Scaling stops if twice the ranks have less than this multiple of the throughput."""
+"""Scaling stops if doubling the ranks multiplies the throughput by less than this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,27 +43,27 @@ class Workload:
     alone: Compute
     """Cost of a step if only one rank computes."""
     together: Compute
-    """Cost of a step of each rank if ``num_together`` ranks compute at once and send nothing."""
+    """Cost of each rank's step if ``num_together`` ranks compute at once and do not communicate."""
     num_together: int = 1
     batch_size: float
-    """The global batch; with ``is_weak``, the batch of each rank."""
+    """Size of the global batch; if ``is_weak``, size of each rank's batch."""
     is_weak: bool = False
     batches: tuple[tuple[int, int], ...] = ()
-    """Sizes of the global batches, each with its count; empty, or weak: all batches are full."""
+    """Size and count of the global batches.  If empty or ``is_weak``, all batches are full."""
     num_bytes: float
-    """Bytes of the gradients, and also of the parameters."""
+    """Size of the gradients in bytes, equal to the size of the parameters."""
     num_trained_bytes: float | None = None
-    """Gradient bytes of the model that trains, if this model imitates another model."""
+    """Gradient bytes of the trained model, if it imitates a published model; otherwise None."""
     backward_share: float = 1 - FORWARD_SHARE
-    """Share of the backward pass in the time of both passes."""
+    """Share of the backward pass in the time of the forward and the backward pass."""
     num_passes: int = 1
     """Number of micro-batches in a step; only the last backward pass hides exchanges."""
     optimizer_seconds: float = 0.0
-    """The part of ``fixed`` after the last exchange."""
+    """Seconds of the optimizer after the last exchange.  ``fixed`` includes these seconds."""
     variation: float = 0.0
     """Variation of a rank's computing between steps: standard deviation over mean."""
     overlaps: bool = True
-    """True if a bucket is sent as soon as its share of the backward pass is over."""
+    """True if DDP sends a bucket as soon as the backward pass has filled the bucket."""
     wrapper_seconds: float = 0.0
     """Seconds that DDP itself adds to a step."""
     replica_seconds: float = 0.0
@@ -72,7 +72,7 @@ class Workload:
     """The ratio of measured to modelled seconds of each strategy's exchanges."""
 
     def samples(self, num_ranks: int) -> float:
-        """Return the samples of one rank in a step."""
+        """Return the number of samples of one rank in a step."""
         return self.batch_size if self.is_weak else self.batch_size / num_ranks
 
 
@@ -81,14 +81,14 @@ class Machine:
     """The hosts and links on which a training runs."""
 
     link: LinkSpec
-    """The link between hosts; without ``inside``, between all ranks."""
+    """The link between hosts, or between all ranks if ``inside`` is None."""
     inside: LinkSpec | None = None
     """The link between the ranks of one host."""
     ranks_per_host: float = math.inf
     algorithm: str = "ring"
-    """The algorithm of all-reduces; ``BEST``: the faster algorithm."""
+    """The algorithm of all-reduces.  ``BEST`` means the faster of ring and double tree."""
     cores_per_host: float = math.inf
-    """Number of cores that the ranks of a host share; infinite: each rank has one device."""
+    """Number of cores that the ranks of a host share; infinite if each rank has one device."""
     is_link_of_cores: bool = False
     """True if the cores also do the work of a network card, so that exchanges share the cores."""
 
@@ -124,9 +124,9 @@ class Point(NamedTuple):
 def cost(work: Workload, machine: Machine, num_ranks: int) -> Compute:
     """Return the cost of a step of one rank while N ranks compute at once.
 
-    On cores, ranks slow each other down.  The loss is proportional to the number of other ranks
-    that compute at once, at most one rank per core.  The measured loss fixes the factor.  On
-    devices, the loss equals the measured loss.
+    Ranks on cores slow each other down.  The slowdown is proportional to the number of other ranks
+    that compute at once (at most one rank per core).  Its factor is measured.  On devices, the
+    slowdown equals the measured slowdown.
     """
     busy = min(machine.on_host(num_ranks), machine.cores_per_host)
     measured = min(work.num_together, machine.cores_per_host)
@@ -160,7 +160,7 @@ class Situation:
         return float(value)
 
     def computing(self, *, meets: bool = True) -> float:
-        """Return a rank's seconds of computing in a step; ``meets``: also of waiting."""
+        """Return a rank's seconds of computing in a step; if ``meets``, with waiting for ranks."""
         work, machine, num = self.work, self.machine, self.num_ranks
         samples = math.ceil(work.samples(num)) if meets else work.samples(num)
         own = cost(work, machine, num).of(samples)
@@ -193,7 +193,7 @@ def _single(case: Situation) -> float:
 
 
 def _in_buckets(case: Situation, cap: float = BUCKET_BYTES) -> float:
-    """Return the seconds of a step with buckets, by the rules of emulated devices' clocks."""
+    """Return the seconds of a step with buckets, computed like the clocks of emulated devices."""
     work, compute = case.work, case.computing()
     backward = case.backward(compute)
     trained = work.num_trained_bytes or work.num_bytes
@@ -220,12 +220,12 @@ def bucket_sizes(num_bytes: float, cap: float) -> list[float]:
 
 
 def _after(case: Situation, *names: str) -> float:
-    """Return the seconds of computing and, in turn, of collectives that send all bytes."""
+    """Return the seconds of computing, followed by collectives that each send all bytes."""
     return case.computing() + sum(case.exchange(name, case.size) for name in names)
 
 
 def _dp(case: Situation) -> float:
-    """Return the seconds of DataParallel; only parameters and gradients count with their bytes."""
+    """Return the seconds of DataParallel.  Samples and outputs count as messages of 0 bytes."""
     case = replace(case, machine=replace(case.machine, ranks_per_host=math.inf))  # one process
     python = case.num_ranks * case.work.replica_seconds
     sent = 2 * case.exchange("gather", case.size) + 3 * case.exchange("gather", 0.0)
@@ -233,15 +233,15 @@ def _dp(case: Situation) -> float:
 
 
 def _zero(case: Situation) -> float:
-    """Return the seconds of DDP plus a broadcast from each rank, together one all-gather."""
+    """Return the seconds of DDP plus one all-gather, because each rank broadcasts its part."""
     return _in_buckets(case) + case.gathering()
 
 
 def _fsdp(case: Situation) -> float:
     """Return the seconds of DDP plus all gathers before the last backward pass.
 
-    DDP's all-reduce counts as the last gather and the scatter.  A forward pass can hide its gather
-    except the first bucket.  An earlier backward pass can hide its whole gather.
+    The last gather and the reduce-scatter cost the same as DDP's all-reduce.  A forward pass can
+    hide its gather, except the first bucket.  Earlier backward passes can hide their whole gather.
     """
     work, gathering = case.work, case.gathering()
     backward = case.backward(case.computing())
@@ -262,7 +262,7 @@ def _rounds(case: Situation) -> float:
 
 
 def _async(case: Situation) -> float:
-    """Return the mean seconds of a step; rank 0 trains beside the server and uses no link."""
+    """Return the mean seconds of a step.  Rank 0 trains next to the server without a link."""
     compute, link = case.computing(meets=False), case.machine.link_of(case.num_ranks)
     rate = 1 / compute + server_bound(link, case.size, compute, case.num_ranks - 1)
     return case.num_ranks / rate
@@ -304,7 +304,7 @@ def formula_of(strategy: str) -> tuple[Choice, Callable[[Situation], float]]:
 def step_seconds(strategy: str, work: Workload, machine: Machine, num_ranks: int) -> float:
     """Return the seconds of a strategy for a full batch on N ranks.
 
-    If batches differ in size, return the mean for the number of samples in a full batch.
+    If batches differ in size, return the mean, scaled to the samples of a full batch.
     """
     if work.is_weak or not work.batches:
         return _seconds(strategy, work, machine, num_ranks)
@@ -336,7 +336,7 @@ def point(strategy: str, work: Workload, machine: Machine, num_ranks: int) -> Po
 
 
 def stops_at(strategy: str, work: Workload, machine: Machine, most: int) -> int | None:
-    """Return the smallest power of two of ranks at which scaling stops; None: above ``most``."""
+    """Return the number of ranks at which scaling stops; None if that is above ``most``."""
     ranks = 1
     while 2 * ranks <= most:
         if work.samples(2 * ranks) < 1:

@@ -22,14 +22,14 @@ from ddpnb.scaling.model import (
 
 MAX_RANKS = 1_000_000
 SEARCHED = 4096
-"""ddpnb searches for the end of scaling up to at least this number of ranks."""
+"""Minimum number of ranks up to which ddpnb searches for the end of scaling."""
 STRATEGIES = ("ddp", "async", "local-sgd")
 """Default strategies if the comparison has only ``single`` and ``no-comm``."""
 INSIDE = "pcie4"
 """Default link between the ranks of one host, with ``--hosts``."""
 DEVICE_VARIATION = 0.02
 """Variation of equal devices with ``--step``: standard deviation over mean.  Source: Sinha et al.,
-"Not All GPUs Are Created Equal", SC 2022: 8 % from slow to fast, which we read as 4 deviations."""
+"Not All GPUs Are Created Equal", SC 2022: 8 % from slow to fast, read as 4 standard deviations."""
 
 
 def parse_step(text: str) -> tuple[float, int]:
@@ -38,7 +38,8 @@ def parse_step(text: str) -> tuple[float, int]:
     seconds = parse_quantity(time, SECONDS)
     if not (seconds > 0 and samples.isdecimal() and int(samples) > 0):
         raise UserError(
-            f"--step {text}: write the time and the samples of a step on one device, as 178ms/64."
+            f"--step {text} is not valid. Write the time and the samples of a step on one device, "
+            "such as 178ms/64."
         )
     return seconds, int(samples)
 
@@ -57,15 +58,15 @@ class Question:
     )
     strategies: tuple[str, ...] = option(
         (),
-        "strategies to predict; default: the comparison's strategies",
+        "strategies to predict; by default the strategies of the comparison",
         most_values=64,
         example="ddp,async",
         offers=tuple(FORMULAS),
     )
     link: str = option(
         "",
-        "network between the ranks, or between hosts with --hosts: a name, or 1Gbit,0.5ms; "
-        "default: the machine or the emulated devices of the comparison",
+        "network between ranks, or between hosts with --hosts: a name, or rate and latency such as "
+        "1Gbit,0.5ms; by default the links of the comparison's machine or emulated devices",
         example="100GbE",
         offers=tuple(LINKS),
     )
@@ -73,17 +74,17 @@ class Question:
         None, "number of ranks on each host; --link connects the hosts", flag="--hosts", least=1
     )
     inside: str = option(
-        "", "link between the ranks of a host", example="pcie4", offers=tuple(LINKS)
+        "", "link between the ranks of one host", example="pcie4", offers=tuple(LINKS)
     )
     step: str = option(
         "",
-        "measured step of another device, as time/samples",
+        "a step that you measured on another device: its time and its samples",
         example="178ms/64",
     )
-    accumulate: int | None = option(None, "micro-batches in the --step; default: 1", least=1)
+    accumulate: int | None = option(None, "micro-batches in --step; by default 1", least=1)
     batch_per_worker: int | None = option(
         None,
-        "samples of each rank in a step; default: as in the comparison or in --step",
+        "number of samples of each rank in a step; by default as in the comparison or in --step",
         least=1,
     )
 
@@ -117,7 +118,7 @@ class Prediction:
     points: Mapping[str, tuple[Point, ...]]
     """Predictions by strategy, for each number of ranks with at least one sample per rank."""
     stops: Mapping[str, int | None]
-    """Number of ranks from which doubling adds less than a tenth; None: above ``searched``."""
+    """Number of ranks from which doubling adds less than a tenth; None if above ``searched``."""
     searched: int
     limits: Mapping[str, str]
     """The main bottleneck of each strategy at the largest number of ranks."""

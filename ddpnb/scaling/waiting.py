@@ -9,7 +9,7 @@ from ddpnb.protocol.costs import Messages
 from ddpnb.protocol.notation import LinkSpec
 
 SLICE_SECONDS = 3e-3
-"""The time that Linux lets one process run while other processes wait for the core."""
+"""Seconds that Linux lets one process run while other processes wait for the core."""
 
 
 def server_bound(link: LinkSpec, size: float, compute: float, num_workers: int) -> float:
@@ -17,10 +17,10 @@ def server_bound(link: LinkSpec, size: float, compute: float, num_workers: int) 
 
         min( N / (c + e), 1 / s ),    e = 2 (a + S b),    s = S b
 
-    A worker computes for c, an undisturbed exchange takes e, and the server's link needs s for one
-    gradient.  These are the asymptotes of a closed queue, which the rate reaches without variation
-    (Denning and Buzen, "The Operational Analysis of Queueing Network Models", ACM Computing Surveys
-    10(3), 1978).
+    A worker computes for c seconds.  An undisturbed exchange takes e seconds: S bytes each way, at
+    b seconds per byte, with latency a.  The server's link needs s seconds for one gradient.  These
+    are the asymptotes of a closed queue.  The rate reaches them if no time varies (Denning, Buzen,
+    "The Operational Analysis of Queueing Network Models", ACM Computing Surveys 10(3), 1978).
     """
     message = Messages(1, size).seconds(link)
     busiest = message - link.latency_seconds
@@ -29,10 +29,10 @@ def server_bound(link: LinkSpec, size: float, compute: float, num_workers: int) 
 
 
 def on_cores(work: float, num_ranks: int, num_cores: float) -> float:
-    """Return the seconds until all ranks have finished their work, with one core for each rank.
+    """Return the seconds until all ranks finish, if one rank needs ``work`` seconds on a free core.
 
-    N ranks take turns on C cores, one slice at a time, from one queue.  With k slices per rank,
-    this takes ceil(N k / C) slices: N / C times long work, or N / C rounded up times short work.
+    N ranks take turns on C cores, one slice at a time, from one queue.  If each rank needs k
+    slices, the last rank finishes after ceil(N k / C) slices.
     """
     if num_ranks <= num_cores or work <= 0:
         return work
@@ -45,7 +45,7 @@ def on_cores(work: float, num_ranks: int, num_cores: float) -> float:
 def expected_max(num: int) -> float:
     """Return the expected maximum of ``num`` independent standard normal values.
 
-    This is the integral of x d(F(x)^N) with the normal distribution F, about sqrt(2 ln N).
+    The result is the integral of x d(F(x)^N), about sqrt(2 ln N).  F is the normal distribution.
     Source: David and Nagaraja, "Order Statistics", 2003, chapters 3 and 4.
     """
     if num == 1:

@@ -95,5 +95,5 @@ def test_a_folder_that_is_not_there_is_named(tmp_path, monkeypatch):
 
 
 def test_closed_ports_between_hosts_are_named(hosts):
-    with hosts.parted(), pytest.raises(UserError, match="Host a does not reach host b"):
+    with hosts.parted(), pytest.raises(UserError, match="Host a cannot reach host b"):
         start_cluster(HostsSpec(hosts="a:1,b:1", device="cpu"))

@@ -165,7 +165,7 @@ HOSTS = {"link": "10GbE", "ranks_per_host": 8}
     [
         ({}, {"strategies": ("hogwild",)}, "hogwild cannot be predicted"),
         ({}, {"step": "178ms/64"}, "--step needs --link, the network between the hosts."),
-        ({}, {"link": "1GbE", "step": "178ms"}, "--step 178ms: write the time and the samples of"),
+        ({}, {"link": "1GbE", "step": "178ms"}, "--step 178ms is not valid. Write the time and"),
         ({}, {"ranks": (512,), "link": "10GbE"}, "A batch of 256 has too few samples for 512"),
         ({}, {**HOSTS, "strategies": ("dp",)}, "dp is one process and cannot use several hosts"),
         ({"rates": RATES}, {}, "race has no ddp on two or more ranks, so the cost of an exchange"),

@@ -216,7 +216,7 @@ def test_the_python_twin_has_the_same_choices_and_defaults():
     for jitter in ("20%", 0.2):
         made = make_training_spec({"jitter": jitter, "slow": "1:3x"}, source=CELL)
         assert made == TrainingSpec(source=CELL, jitter=0.2, slow=("1:3x",))
-    with pytest.raises(UserError, match=r"would be 2000 %; write 20% or 0\.2\."):
+    with pytest.raises(UserError, match=r"would mean 2000 %\. Write 20% or 0\.2\."):
         make_training_spec({"jitter": 20}, source=CELL)
 
 

@@ -45,7 +45,7 @@ WRONG = [
     (["Inspect either net or a task"], lambda: api.inspect("net", task="digits")),
     (["--batch-size"], lambda: api.inspect("net", batch_size=8)),
     (["--batch-size", "0"], lambda: api.inspect(task="digits", batch_size=0)),
-    (["--batch is for a model"], lambda: InspectSpec(batch="x")),
+    (["--batch needs a model"], lambda: InspectSpec(batch="x")),
     (["'abc' does not name ranks. Write numbers and ranges,"], lambda: parse_ranks("abc", 4)),
     (["does not name ranks"], lambda: parse_ranks("-1", 4)),
     (["does not name ranks"], lambda: parse_ranks("1.5", 4)),
