@@ -22,7 +22,9 @@ class PlotOptions:
         from_text=parse_target,
         example="LOSS",
     )
-    panels: str = option("", "panels to draw; by default those that fit on a laptop screen", choices=("all",), example="all")
+    panels: str = option(
+        "", "draw every panel instead of only those that fit", choices=("all",), example="all"
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
