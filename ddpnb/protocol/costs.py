@@ -55,7 +55,7 @@ class Algorithm(NamedTuple):
     def sent(self) -> str:
         """The formula of the bytes that a rank sends, for users."""
         sent = self.others_send or self.num_bytes
-        return f"{sent}; the root {self.root_sends}" if self.root_sends else sent
+        return f"root: {self.root_sends}; other ranks: {sent}" if self.root_sends else sent
 
     def cost(self, size: float, num_ranks: int) -> Messages:
         """Return the messages that the busiest link sends one after another."""
