@@ -2,7 +2,7 @@
 
 Step k of all synchronous workers is one update.  Each step of an asynchronous worker and each call
 of ``ddpnb.log`` is a separate update, and these updates are ordered by time.  Each point merges
-neighbouring updates.  Their number is a power of two, so that drawn points do not move.
+neighbouring updates.  The number merged is a power of two, so that drawn points do not move.
 """
 
 import math
@@ -34,7 +34,7 @@ class Curve:
     samples: Floats = field(default_factory=_nothing)
     """Number of samples that all workers have seen at the end of the point's updates."""
     seconds: Floats = field(default_factory=_nothing)
-    """Training seconds at the end of the point's updates.  They never decrease."""
+    """Training seconds at the end of the point's updates.  These seconds never decrease."""
     mean: Floats = field(default_factory=_nothing)
     """Mean of the finite values of the updates, weighted by samples; NaN if no value is finite."""
     lowest: Floats = field(default_factory=_nothing)

@@ -59,7 +59,7 @@ REASONS = (
 
 
 class SshHosts:
-    """The ssh processes, one for each host.  They start the relays and forward sockets."""
+    """The ssh processes, one for each host.  These processes start and connect the relays."""
 
     address = ""
     """Empty, because engines reach the controller through ssh's sockets, not at an address."""

@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
 
 registered: dict[str, Callable[..., Any]] = {}
-"""The rank's function for each call, by name.  It gets the notebook's folder and the arguments."""
+"""The function of each call, by name.  Its arguments: the notebook's folder, then the call's."""
 
 
 @final

@@ -209,14 +209,14 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         about="each rank trains its own model; every few steps, ranks average the weights",
         import_path="ddpnb.rank.strategies.local_sgd:LocalSgd",
         look=Style("#bd1f01", "solid", "v"),
-        options={"every": Option(default=8, about="number of steps per averaging", least=1)},
+        options={"every": Option(default=8, about="average after this number of steps", least=1)},
     ),
     "diloco": StrategyEntry(
         about="like local-sgd, but a Nesterov step applies the averaged change of the weights",
         import_path="ddpnb.rank.strategies.diloco:DiLoCo",
         look=Style("#f0857a", "dashed", "<"),
         options={
-            "every": Option(default=8, about="number of steps per Nesterov step", least=1),
+            "every": Option(default=8, about="steps of each rank before a Nesterov step", least=1),
             "outer_lr": Option(default=0.5, about="learning rate of the Nesterov step", above=0),
             "outer_momentum": Option(
                 default=0.5, about="momentum of the Nesterov step", least=0, most=0.99

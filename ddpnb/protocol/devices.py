@@ -117,7 +117,7 @@ class Devices:
     model: str = ""
     """The published model that the trained model imitates; empty if it does not imitate a model."""
     compute: Compute | None = None
-    """The compute time.  If None, ddpnb measures it once for all strategies of a comparison."""
+    """The compute time.  If None, ddpnb measures the time once for all strategies."""
     device_link: LinkSpec = CORE_LINK
     """The link between devices of one host."""
     host_link: LinkSpec = HOST_LINK

@@ -102,13 +102,13 @@ class RunHeader:
     num_samples: int
     """The number of training samples that all workers together will see."""
     num_ranks: int = 0
-    """The number of ranks that report steps.  If 0, it equals the number of workers."""
+    """The number of ranks that report steps.  0 means equal to the number of workers."""
     num_devices: int = 0
-    """The number of GPUs, or shares of the CPU, in use.  If 0, it equals the number of workers."""
+    """The number of GPUs, or shares of the CPU, in use.  0 means equal to the number of workers."""
     sees_exposed: bool = True
     """True if ddpnb can distinguish exposed communication from hidden communication."""
     is_emulated: bool = False
-    """True if the strategy is emulated.  Then the speed differs from the real strategy's speed."""
+    """True if the strategy is emulated, so that the speed is not the real strategy's speed."""
     momentum: float = 0.0
     """The optimizer's momentum if the optimizer is SGD without Nesterov momentum; otherwise 0."""
     notes: tuple[str, ...] = ()
@@ -192,7 +192,7 @@ class StepEvent:
     num_bytes_sent: int = 0
     """The number of bytes that this worker sent to other workers in this step."""
     num_bytes_received: int = 0
-    """The number of bytes that this worker received.  The step's row does not include it."""
+    """The number of bytes that this worker received.  The step's row omits this number."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Other numbers of the step, by name.  The step's row does not include them."""
 
@@ -335,7 +335,7 @@ class RunReport:
     evaluations: tuple[Evaluation, ...] = ()
     """The held-out curve without the final model, if this rank evaluated the models."""
     num_lost_samples: int = 0
-    """The number of samples for which no worker returned a gradient.  Only rank 0 reports it."""
+    """The number of samples for which no worker returned a gradient, reported by rank 0."""
     memory: Memory = field(default_factory=Memory)
     was_stopped: bool = False
     """True if the run was stopped before its last step."""
@@ -419,7 +419,7 @@ class CellReport:
     trace: RankSpans | None = None
     """The recorded spans; None if the cell was not traced."""
     is_silent: bool = False
-    """True if the cell printed nothing.  Then no message marks the end of the output."""
+    """True if the cell printed nothing, so that no message marks the end of the cell's output."""
 
 
 REMEDIES = {

@@ -105,4 +105,4 @@ class RankSamples:
     """The size of the data set; 0 if unknown."""
     epochs: tuple[Indices, ...]
     has_set_epoch: bool = True
-    """True if the sampler has ``set_epoch``.  If not, a random order is only an example."""
+    """True if the sampler has ``set_epoch``.  Without it, a random order is only an example."""

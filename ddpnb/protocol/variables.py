@@ -114,7 +114,7 @@ def own_class(name: str) -> Any:
 def reduce_tensor(tensor: Any, torch: Any, *, stays: bool) -> Any:
     """Reduce a tensor to the memory of its elements; copy the elements if they are not contiguous.
 
-    Torch reduces special tensors itself.  Unless ``stays``, these are first copied to the CPU.
+    Torch reduces special tensors itself.  Unless ``stays``, they are first copied to the CPU.
     """
     kind, device = type(tensor), tensor.device.type
     if kind is torch.nn.Parameter:

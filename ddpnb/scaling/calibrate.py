@@ -76,7 +76,7 @@ class Measured:
 
     @property
     def sized(self) -> list[tuple[SizeClass, ...]]:
-        """The groups that have steps of different sizes.  They show a step's fixed cost."""
+        """The groups that have steps of different sizes.  Such groups show a step's fixed cost."""
         return [
             group
             for group in (self.alone, self.together)

@@ -125,7 +125,7 @@ def cost(work: Workload, machine: Machine, num_ranks: int) -> Compute:
     """Return the cost of a step of one rank while N ranks compute at once.
 
     Ranks on cores slow each other down.  The slowdown is proportional to the number of other ranks
-    that compute at once (at most one rank per core).  Its factor is measured.  On devices, the
+    that compute at once (at most one rank per core).  The factor is measured.  On devices, the
     slowdown equals the measured slowdown.
     """
     busy = min(machine.on_host(num_ranks), machine.cores_per_host)
