@@ -125,7 +125,7 @@ class Store:
         """Store a comparison before its training; return the comparison with its final name.
 
         Args:
-            comparison: the comparison.  If ``wanted_name`` is empty, ddpnb adds a number to the name.
+            comparison: the comparison.  If ``wanted_name`` is empty, its name gets a number.
             wanted_name: the user's name.  An earlier comparison with this name gets a number.
 
         Raises:

@@ -45,7 +45,7 @@ class RankSpans:
     spans: tuple[Span, ...]
     num_dropped: int = 0
     num_open: int = 0
-    """The number of calls that were still open when the cell ended.  Their spans end with the cell."""
+    """The number of calls that were open when the cell ended.  Their spans end with the cell."""
     clock_at: float = 0.0
     """The ``time.time()`` at which the clock of the spans was 0."""
 
