@@ -205,12 +205,13 @@ def measure() -> list[Figure]:
                         times = call(exchange_ms, way, num_floats, rounds)[1]
                     found += [statistics.median(times)] if turn else []
             for way, words in (
-                ("shared memory", "push and pull of {:,} floats in shared memory"),
-                ("hogwild", "hogwild's in-place update of {:,} floats"),
+                ("shared memory", "push and pull in shared memory"),
+                ("hogwild", "hogwild's in-place update"),
             ):
                 figures.append(
                     Figure(
-                        name=f"{words.format(num_floats)}, compared with a push and pull over TCP",
+                        name=f"time to exchange {num_floats:,} floats: {words}, compared with a "
+                        "push and pull over TCP",
                         unit="ms",
                         ours=taken[way],
                         theirs=taken["TCP"],
@@ -225,12 +226,12 @@ def measure() -> list[Figure]:
                 found += [total(call(rate, name, late))] if turn else []
         for late, limit, words in (
             (0.0, ">= 0.95", "digits, 2 ranks"),
-            (3.0, ">= 0.9", "rank 1 takes 4 times as long per step"),
+            (3.0, ">= 0.9", "digits, 2 ranks, rank 1 takes 4 times as long per step"),
         ):
             for name in ("async", "hogwild"):
                 figures.append(
                     Figure(
-                        name=f"{name} compared with no exchange, {words}",
+                        name=f"samples/s of {name}, compared with no exchange ({words})",
                         unit="samples/s",
                         ours=rates[name, late],
                         theirs=rates["", late],
@@ -239,7 +240,7 @@ def measure() -> list[Figure]:
                 )
         figures.append(
             Figure(
-                name="async compared with ddp, rank 1 takes 4 times as long per step",
+                name=f"samples/s of async, compared with ddp ({words})",
                 unit="samples/s",
                 ours=rates["async", 3.0],
                 theirs=rates["ddp", 3.0],

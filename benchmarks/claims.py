@@ -88,22 +88,22 @@ def _figures(
         for speed in speeds
         for repeat in range(1, NUM_REPEATS + 1)
     ]
-    what = {
-        "same": "ddp compared with itself, on an idle machine",
-        "load": "ddp compared with itself, with a busy loop on every core",
-        "power": f"ddp with --slow {slow} compared with ddp, on an idle machine",
-    }[part]
+    pair = f"ddp with --slow {slow} compared with ddp" if slow else "ddp compared with itself"
+    where = "busy loop on every core" if part == "load" else "idle machine"
+    claim = "correct claim" if slow else "false claim"
     for repeats in (FEW_REPEATS, NUM_REPEATS):
         claims = [bool(CLAIM.search(said(each.comparison, repeats))) for each in found]
         limit = "<= 0.05" if part != "power" else ">= 0.8" if repeats == NUM_REPEATS else ""
         yield Figure(
-            name=f"sentences that claim a difference: {what}, {repeats} repeats of {seconds:g} s",
+            name=f"share of sentences with a {claim}: {pair} ({where}, {repeats} repeats of "
+            f"{seconds:g} s)",
             unit=f"share of {num} sentences",
             ours=[sum(claims) / num],
             limit=limit,
             note="" if part == "power" else f"up to {_most(num)} by chance if the true rate is 5 %",
         )
-    yield Figure(name=f"ratio of samples/s, second to first run: {what}", unit="", ours=ratios)
+    name = f"samples/s of the second run, divided by the first run: {pair} ({where})"
+    yield Figure(name=name, unit="", ours=ratios)
 
 
 def _most(num: int) -> int:

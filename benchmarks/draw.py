@@ -110,26 +110,26 @@ def measure() -> list[Figure]:
     interval = [min(max(REDRAW_SECONDS, c / MAX_SHARE), MAX_PAUSE_SECONDS) for c in late]
     return [
         Figure(
-            name=f"one redraw with up to {NUM_EVENTS:,} events of 4 strategies, second half of the "
-            "redraws",
+            name=f"processor time of one redraw (4 strategies, up to {NUM_EVENTS:,} events, second "
+            "half of the redraws)",
             unit="ms of CPU",
             ours=[1000 * cost for cost in late],
             limit="<= 250.0",
         ),
         Figure(
-            name="share of a core that redraws take",
+            name="share of a core that redraws use",
             unit="",
             ours=[cost / pause for cost, pause in zip(late, interval, strict=True)],
             limit="<= 0.1",
         ),
         Figure(
-            name="redraws per second",
+            name="number of redraws per second",
             unit="1/s",
             ours=[1 / pause for pause in interval],
             limit=">= 0.4",
         ),
         Figure(
-            name="time to add an event to memory and store",
+            name="processor time to add an event to memory and store",
             unit="us of CPU per event",
             ours=[1e6 * timed.take_seconds / NUM_EVENTS],
             limit="<= 5.0",

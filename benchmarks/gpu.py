@@ -122,7 +122,7 @@ def _sharing(work: Work, num_repeats: int) -> list[Figure]:
     """Compare each strategy with ``single`` on two ranks that share a device, over gloo."""
     found = _compared(work, num_repeats, *filter(_is_allowed, SHARING))
     where = f"2 ranks, gloo, {work.task}"
-    rows = [_figure(found, name, "single", f"{name} versus single, {where}") for name in SHARING]
+    rows = [_figure(found, name, "single", where) for name in SHARING]
     return [row for row in rows if row is not None]
 
 
@@ -140,7 +140,7 @@ def _is_allowed(strategy: str) -> bool:
 def _against_single(strategy: str, work: Work, num_repeats: int, limit: str = "") -> Figure:
     """Compare a strategy with ``single`` on one rank, which shows the cost of the wrapper."""
     found = _compared(work, num_repeats, strategy)
-    row = _figure(found, strategy, "single", f"{strategy} versus single, 1 rank, {work.task}")
+    row = _figure(found, strategy, "single", f"1 rank, {work.task}")
     assert row is not None
     return replace(row, limit=limit)
 
@@ -148,7 +148,7 @@ def _against_single(strategy: str, work: Work, num_repeats: int, limit: str = ""
 def _bf16(work: Work, num_repeats: int) -> Figure:
     plain, half = (_compared(work, num_repeats, "single", amp=amp) for amp in ("none", "bf16"))
     return Figure(
-        name=f"single in bf16 autocast versus fp32, {work.task}",
+        name=f"samples/s of single in bf16 autocast, compared with fp32 ({work.task})",
         unit="samples/s",
         ours=list(half.samples_per_second),
         theirs=list(plain.samples_per_second),
@@ -160,21 +160,19 @@ def _several(work: Work, num_repeats: int) -> list[Figure]:
     found = _compared(work, num_repeats, "ddp", "dp")
     num = int(found.num_workers.max())
     pairs = [("ddp", "single"), ("ddp", "dp")]
-    rows = [
-        _figure(found, ours, theirs, f"{ours} versus {theirs}, {num} GPUs, NCCL, {work.task}")
-        for ours, theirs in pairs
-    ]
+    where = f"{num} GPUs, NCCL, {work.task}"
+    rows = [_figure(found, ours, theirs, where) for ours, theirs in pairs]
     return [row for row in rows if row is not None]
 
 
-def _figure(found: pd.DataFrame, ours: str, theirs: str, name: str) -> Figure | None:
+def _figure(found: pd.DataFrame, ours: str, theirs: str, where: str) -> Figure | None:
     """Return the row of a strategy, or None if a strategy was not trained."""
     mine, other = (found[found.strategy == strategy] for strategy in (ours, theirs))
     if mine.empty or other.empty:
         return None
     said = "; ".join(sorted(set(mine.notes) - {""}))
     return Figure(
-        name=name,
+        name=f"samples/s of {ours}, compared with {theirs} ({where})",
         unit="samples/s",
         ours=list(mine.samples_per_second),
         theirs=list(other.samples_per_second),
@@ -193,7 +191,8 @@ def _timing(device: str, num_repeats: int) -> Figure:
     with rank_calls(1) as call:
         [rates] = call(_rates, device, 4 * num_repeats)
     return Figure(
-        name=f"ddp with step accounting versus ddp without it, 1 rank on {device}",
+        name="samples/s of ddp with step accounting, compared with ddp without step accounting "
+        f"(1 rank on {device})",
         unit="samples/s",
         ours=[timed for timed, _ in rates],
         theirs=[untimed for _, untimed in rates],

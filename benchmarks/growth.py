@@ -42,13 +42,13 @@ def measure(part: str = "all") -> list[Figure]:
     return [figure for name, found in parts.items() if part in (name, "all") for figure in found()]
 
 
-def order(name: str, unit: str, costs: Mapping[int, float]) -> Figure:
+def order(name: str, of: str, unit: str, costs: Mapping[int, float]) -> Figure:
     """Return the order of growth as a figure, with the costs in its note."""
     numbers = sorted(costs)
     upper = numbers[len(numbers) // 2 - 1 :]
     slope, _ = np.polyfit(np.log(upper), np.log([costs[each] for each in upper]), 1)
     note = ", ".join(f"{each:,}: {costs[each]:.3g} {unit}" for each in numbers)
-    text = f"order of growth with the number of {name}"
+    text = f"{name}: order of growth with the number of {of}"
     return Figure(name=text, unit="", ours=[slope], limit=LINEAR, note=note)
 
 
@@ -56,9 +56,9 @@ def with_ranks() -> list[Figure]:
     found = many_ranks.measure("+".join(map(str, RANKS)))
     costs: dict[str, dict[int, float]] = {}
     for figure in found:
-        name, _, number = figure.name.rpartition(", ")
+        name, _, number = figure.name.rpartition(" (")
         costs.setdefault(name, {})[int(number.split()[0])] = figure.value
-    return [order(f"ranks: {name}", "s", each) for name, each in costs.items()]
+    return [order(name, "ranks", "s", each) for name, each in costs.items()]
 
 
 def with_steps() -> list[Figure]:
@@ -77,9 +77,9 @@ def with_steps() -> list[Figure]:
             fed.store.close()
             stored[num] = (Path(folder) / FILE_NAME).stat().st_size / 1e6
     return [
-        order("steps in each of 4 runs: a redraw", "s of CPU", redraw),
-        order("steps in each of 4 runs: the kernel's memory", "MB", memory),
-        order("steps in each of 4 runs: the store", "MB", stored),
+        order("processor time of a redraw", "steps in each of 4 runs", "s of CPU", redraw),
+        order("memory of the kernel", "steps in each of 4 runs", "MB", memory),
+        order("size of the store", "steps in each of 4 runs", "MB", stored),
     ]
 
 
@@ -100,9 +100,9 @@ def with_runs() -> list[Figure]:
             os.chdir(before)
     this_session.cache_clear()
     return [
-        order("stored runs: %ddp_runs", "s", listed),
-        order("stored runs: %ddp_plot", "s", drawn),
-        order("stored runs: a run begins", "s", begun),
+        order("time of %ddp_runs", "stored runs", "s", listed),
+        order("time of %ddp_plot", "stored runs", "s", drawn),
+        order("time to store one more run", "stored runs", "s", begun),
     ]
 
 

@@ -103,7 +103,7 @@ def start(hosts: TwoHosts, rounds: int, each: int) -> Figure:
 
     found = in_turns(ours, theirs, 2 * rounds)
     return Figure(
-        name=f"%ddp_start --hosts {names} until a collective has finished, compared with torchrun "
+        name=f"time of %ddp_start --hosts {names} and a first collective, compared with torchrun "
         "over ssh",
         unit="s",
         ours=found[0],
@@ -202,7 +202,8 @@ def compared(
         rates[run.spec.strategy].append(samples_per_second(run))
     for name in names[1:]:
         yield Figure(
-            name=f"{name} compared with ddp, {where}, a layer of {NUM_FLOATS / 1e6:.0f} M floats",
+            name=f"samples/s of {name}, compared with ddp ({where}, a layer of "
+            f"{NUM_FLOATS / 1e6:.0f} M floats)",
             unit="samples/s",
             ours=rates[name],
             theirs=rates["ddp"],

@@ -28,5 +28,5 @@ def measure() -> list[Figure]:
         printed = running.run(f"%%ddp --name bench-log\n{CELL}")
         running.run("%ddp_stop")
     ours = [cost for found in re.findall(r"costs (\[.*?\])", printed) for cost in json.loads(found)]
-    name = "one call of ddpnb.log on the training thread"
+    name = "time of one call of ddpnb.log on the training thread"
     return [Figure(name=name, unit="us", ours=ours, limit="<= 20.0")]

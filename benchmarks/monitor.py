@@ -113,8 +113,8 @@ def measure() -> list[Figure]:
         running.run("%ddp_stop")
     return [
         Figure(
-            name=f"ddp in {name}, 2 ranks, state of the ranks polled {how}, compared with no "
-            "polling",
+            name=f"steps/s of ddp in {name} while ddpnb polls the ranks {how}, compared with no "
+            "polling (2 ranks)",
             unit="steps/s",
             ours=rate[kind],
             theirs=rate["never"],

@@ -85,13 +85,13 @@ def measure() -> Iterator[Figure]:
         for num_ranks, wants, step in zip(PREDICTED, wanted[task], steps, strict=True):
             errors.append(abs(wants / step - 1))
             yield Figure(
-                name=f"a step of ddp, predicted and measured: {task}, {num_ranks} ranks",
+                name=f"predicted and measured time of a step of ddp: {task} ({num_ranks} ranks)",
                 unit="ms",
                 ours=[1e3 * wants],
                 theirs=[1e3 * step],
             )
     yield Figure(
-        name="error of the predicted step time at 3 and 4 ranks, median over tasks",
+        name="error of the predicted step time (median over tasks, 3 and 4 ranks)",
         unit="share",
         ours=errors,
         limit=LIMIT,

@@ -11,8 +11,8 @@ from benchmarks.measure import Figure
 
 NUMS = (2, 8, 16, 32, 64)
 PROMISES = {
-    "an empty cell": "<= 0.15",
-    "a barrier that one rank skips, until the waiting ranks are released": "<= 10",
+    "time of an empty cell": "<= 0.15",
+    "time to release the ranks that wait in a barrier that one rank skips": "<= 10",
 }
 """The promised seconds at 64 ranks."""
 
@@ -56,21 +56,22 @@ STEPS = textwrap.dedent(
         net(torch.randn(8, 64)).sum().backward()
     '''
 
-    timed("start", lambda: shell.run_line_magic("ddp_start", "-n {num} --device cpu"))
+    timed("time of %ddp_start", lambda: shell.run_line_magic("ddp_start", "-n {num} --device cpu"))
     cell("pass")()
-    timed("an empty cell", cell("pass"), 7)
-    timed("a line printed by each rank", cell("print(rank)"), 3)
-    timed("the first 10 DDP steps on one layer, with torch's imports", cell(TRAINING))
-    timed("10 DDP steps on one layer", cell(TRAINING), 3)
-    timed("a barrier that one rank skips, until the waiting ranks are released",
+    timed("time of an empty cell", cell("pass"), 7)
+    timed("time to print a line on each rank", cell("print(rank)"), 3)
+    timed("time of the first 10 DDP steps on one layer, with torch's imports", cell(TRAINING))
+    timed("time of 10 DDP steps on one layer", cell(TRAINING), 3)
+    timed("time to release the ranks that wait in a barrier that one rank skips",
           cell(BARRIER), error=HangError)
-    timed("the next cell, in a new group", cell("pass"))
+    timed("time of the next cell, in a new group", cell("pass"))
     COMPARISON = "ddp --task digits --epochs 1 --no-baseline"
-    timed("a comparison", lambda: shell.run_line_magic("ddp_compare", COMPARISON))
-    timed("%ddp_restart --ranks 1", lambda: shell.run_line_magic("ddp_restart", "--ranks 1"))
+    timed("time of a comparison", lambda: shell.run_line_magic("ddp_compare", COMPARISON))
+    RESTART = "time of %ddp_restart --ranks 1"
+    timed(RESTART, lambda: shell.run_line_magic("ddp_restart", "--ranks 1"))
     began = time.perf_counter()  # no CPU time: the processes are gone afterwards
     shell.run_line_magic("ddp_stop", "")
-    taken["stop"] = [[time.perf_counter() - began, 0.0]]
+    taken["time of %ddp_stop"] = [[time.perf_counter() - began, 0.0]]
     print()
     print(json.dumps(taken))
     """
@@ -88,7 +89,7 @@ def measure(nums: str = "") -> list[Figure]:
             used = statistics.median(processor)
             figures.append(
                 Figure(
-                    name=f"{name}, {num} ranks",
+                    name=f"{name} ({num} ranks)",
                     unit="s",
                     ours=list(seconds),
                     limit=PROMISES.get(name, "") if num == NUMS[-1] else "",

@@ -70,19 +70,20 @@ def figures(
 ) -> Iterator[Figure]:
     """Yield the memory that each strategy shards; ``zero`` does not split tensors."""
     ddp, zero, fsdp = (reports(word, source) for word in ("ddp", "zero", "fsdp"))
-    yield figure(f"zero's Adam state, {model}", zero, ddp, OPTIMIZER, zero_limit)
-    yield figure(f"fsdp's Adam state, {model}", fsdp, ddp, OPTIMIZER, LIMIT)
-    yield figure(f"fsdp's parameters, {model}", fsdp, ddp, PARAMETERS, LIMIT)
+    yield figure("Adam's state with zero", model, zero, ddp, OPTIMIZER, zero_limit)
+    yield figure("Adam's state with fsdp", model, fsdp, ddp, OPTIMIZER, LIMIT)
+    yield figure("parameters with fsdp", model, fsdp, ddp, PARAMETERS, LIMIT)
 
 
 def figure(
-    what: str, ours: list[RunReport], ddp: list[RunReport], field: str, limit: str
+    what: str, model: str, ours: list[RunReport], ddp: list[RunReport], field: str, limit: str
 ) -> Figure:
     """Return the largest memory of a rank, for one strategy and for ``ddp``."""
     held = [getattr(report.memory, field) / MEGABYTE for report in ours]
     whole = [getattr(report.memory, field) / MEGABYTE for report in ddp]
     return Figure(
-        name=f"{what}, maximum of 2 ranks, compared with ddp",
+        name=f"memory of {what}, compared with ddp (rank with the largest memory of 2 ranks, "
+        f"{model})",
         unit="MB",
         ours=[max(held)],
         theirs=[max(whole)],

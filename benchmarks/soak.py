@@ -49,7 +49,7 @@ PREPARE = {
 
 NUM_ROUNDS = 100
 NUM_KILLS = 20
-KILLS = f"in {NUM_KILLS} kills"
+KILLS = f"{NUM_KILLS} kills"
 NAMED_SECONDS = 1.0
 FREED_SECONDS = 2.0
 
@@ -132,11 +132,16 @@ def freed(num_ranks: int) -> list[Figure]:
     named = [each.named_after for each in rounds]
     ended = [each.freed_after for each in rounds]
     return [
-        Figure(name=f"time to report the exception, {of}", unit="s", ours=named, limit="<= 1.0"),
-        Figure(name=f"time to release waiting ranks, {of}", unit="s", ours=ended, limit="<= 2.0"),
         Figure(
-            name="exception reported within 1 s, ranks released within 2 s, "
-            "next all-reduce correct, variables kept, " + of,
+            name=f"time to report the exception of a rank ({of})",
+            unit="s",
+            ours=named,
+            limit="<= 1.0",
+        ),
+        Figure(name=f"time to release waiting ranks ({of})", unit="s", ours=ended, limit="<= 2.0"),
+        Figure(
+            name="number of rounds that meet all promises: exception reported within 1 s, ranks "
+            f"released within 2 s, next all-reduce correct, variables kept ({of})",
             unit="rounds",
             ours=[sum(map(is_as_promised, rounds))],
             limit=f">= {len(rounds)}",
@@ -219,11 +224,15 @@ def killed() -> list[Figure]:
     of = f"{2 * NUM_KILLS} random kills with 3 ranks"
     return [
         Figure(
-            name=f"time from SIGKILL to end of cell, {of}", unit="s", ours=reported, limit="<= 2"
+            name=f"time from SIGKILL to the end of the cell ({of})",
+            unit="s",
+            ours=reported,
+            limit="<= 2",
         ),
-        Figure(name=f"time of %ddp_restart --ranks, {of}", unit="s", ours=back, limit="<= 3"),
+        Figure(name=f"time of %ddp_restart --ranks ({of})", unit="s", ours=back, limit="<= 3"),
         Figure(
-            name=f"training continues, other ranks keep their variables, {of}",
+            name="number of kills after which training continues and other ranks keep their "
+            f"variables ({of})",
             unit="kills",
             ours=[went_on],
             limit=f">= {2 * NUM_KILLS}",
@@ -306,11 +315,10 @@ def lasting(minutes: float) -> list[Figure]:
     done = {name: sum(count[name] for count in counts) for name in WORK}
     figures = [growth(*each) for each in zip(before, after, strict=True)]
     said = ", ".join(f"{num} times {name}" for name, num in done.items())
-    of = f"in {minutes:g} minutes of work in two notebooks"
+    of = f"{minutes:g} minutes of work in two notebooks"
+    name = f"number of actions after which a group works ({of})"
     return [
-        Figure(
-            name=f"works after each action, {of}", unit="", ours=[sum(done.values())], note=said
-        ),
+        Figure(name=name, unit="", ours=[sum(done.values())], note=said),
         *(replace(each, name=each.name.replace(KILLS, of)) for each in figures),
     ]
 
@@ -372,7 +380,7 @@ def growth(before: Mapping[str, float], after: Mapping[str, float]) -> Figure:
     most = max(before, key=lambda what: after[what] / before[what])
     counts = f"{len(before)} counts of processes, memory, threads and descriptors"
     return Figure(
-        name=f"largest growth {KILLS}, among {counts}",
+        name=f"largest growth among {counts} ({KILLS})",
         unit="MB" if "MB" in most else "",
         ours=[after[most]],
         theirs=[before[most]],

@@ -68,7 +68,8 @@ LARGE = partial(Case, model=wide_linear, input_shape=(3300,), num_global=16)
 SMALL = partial(Case, model=digits.model, input_shape=(1, 8, 8))
 CASES = (
     LARGE(
-        name="ddp-shm compared with ddp (gloo), one linear layer of 11 M floats, global batch 16",
+        name="samples/s of ddp-shm, compared with ddp over gloo (one linear layer of 11 M floats, "
+        "global batch 16)",
         ours="ddp-shm",
         theirs="ddp",
         num_turns=15,
@@ -76,7 +77,8 @@ CASES = (
         limit=">= 1.0",
     ),
     SMALL(
-        name="ddp-shm compared with ddp (gloo), digits CNN of 0.3 M floats, global batch 256",
+        name="samples/s of ddp-shm, compared with ddp over gloo (digits CNN of 0.3 M floats, "
+        "global batch 256)",
         num_global=256,
         ours="ddp-shm",
         theirs="ddp",
@@ -84,8 +86,8 @@ CASES = (
     ),
     *(
         SMALL(
-            name=f"ddp with step accounting, compared with ddp without it, digits CNN, "
-            f"global batch {num_global}",
+            name="samples/s of ddp with step accounting, compared with ddp without step "
+            f"accounting (digits CNN, global batch {num_global})",
             num_global=num_global,
             ours="ddp",
             theirs="ddp",
@@ -100,8 +102,8 @@ CASES = (
     ),
     *(
         SMALL(
-            name=f"ddp with a training_step on dicts, compared with model and loss on pairs, "
-            f"digits CNN, global batch {num_global}",
+            name="samples/s of ddp with a training_step on dicts, compared with model and loss on "
+            f"pairs (digits CNN, global batch {num_global})",
             num_global=num_global,
             ours="ddp",
             theirs="ddp",

@@ -142,7 +142,7 @@ def _start(opened: NotebookOf) -> float:
 
 def _load(opened: NotebookOf) -> float:
     if not opened.peer.is_extension:
-        raise CannotError("it is not a notebook extension")
+        raise CannotError("the tool is not a notebook extension")
     return opened.loaded_seconds
 
 
@@ -160,11 +160,11 @@ def _lines(opened: NotebookOf) -> float:
 
 def _push(opened: NotebookOf) -> float:
     opened.run(ARRAY)
-    return opened.run(opened.peer.push or _no("it does not send variables"))
+    return opened.run(opened.peer.push or _no("the tool does not send variables"))
 
 
 def _pull(opened: NotebookOf) -> float:
-    source = opened.peer.pull or _no("it does not send variables")
+    source = opened.peer.pull or _no("the tool does not send variables")
     opened.cell(ARRAY)
     return opened.run(source)
 
@@ -182,7 +182,7 @@ def _rate(opened: NotebookOf) -> float:
 def _idle_memory(opened: NotebookOf) -> float:
     """Return the MB (PSS) of all processes except the kernel, divided by the number of ranks."""
     if not opened.peer.keeps:
-        raise CannotError("its ranks or their variables end with the cell")
+        raise CannotError("the tool does not keep ranks and variables after a cell")
     opened.cell(ALL_REDUCE)
     others = [each.pid for each in opened.processes() if each.pid != opened.kernel_pid]
     return sum(map(pss, others)) / opened.num_ranks
@@ -227,7 +227,7 @@ def _works_again(opened: NotebookOf) -> None:
             opened.begin()
         opened.cell(check, LIMIT_SECONDS)
     num_kept = opened.said().count("7")
-    opened.remark = f"{num_kept} of {opened.num_ranks} kept"
+    opened.remark = f"variables kept on {num_kept} of {opened.num_ranks} ranks"
 
 
 def _left_behind(opened: NotebookOf) -> float:
@@ -272,22 +272,24 @@ def _wall_over_training(opened: NotebookOf) -> float:
 
 ROWS = {
     "start": Row(
-        name="start until the first all-reduce has finished, 2 ranks",
+        name="time to start 2 ranks and finish a first all-reduce",
         work=_start,
         begins=False,
         goal="<= 0.4 of torchrun",
     ),
     "start8": Row(
-        name="start until the first all-reduce has finished, 8 ranks",
+        name="time to start 8 ranks and finish a first all-reduce",
         work=_start,
         begins=False,
         num_ranks=8,
         rounds=2,
         goal="<= 0.2 of torchrun",
     ),
-    "load": Row(name="load the extension in a new kernel", work=_load, begins=False, goal="<= 0.3"),
+    "load": Row(
+        name="time to load the extension in a new kernel", work=_load, begins=False, goal="<= 0.3"
+    ),
     "cell": Row(
-        name="run an empty cell",
+        name="time of an empty cell",
         unit="ms",
         work=_empty_cell,
         rounds=6,
@@ -295,58 +297,58 @@ ROWS = {
         goal="<= 0.75 of ipyparallel",
     ),
     "lines": Row(
-        name="print 20,000 lines on each of 2 ranks",
+        name="time to print 20,000 lines on each of 2 ranks",
         work=_lines,
         rounds=6,
         is_open=True,
         goal="<= 1.0 of ipyparallel",
     ),
     "push": Row(
-        name="push 100 MB to 2 ranks",
+        name="time to push 100 MB to 2 ranks",
         work=_push,
         rounds=6,
         is_open=True,
         goal="<= 0.1 of ipyparallel",
     ),
     "pull": Row(
-        name="pull 100 MB from each of 2 ranks",
+        name="time to pull 100 MB from each of 2 ranks",
         work=_pull,
         rounds=6,
         is_open=True,
         goal="<= 0.2 of ipyparallel",
     ),
     "rate": Row(
-        name="train with DDP in a cell, 2 ranks",
+        name="speed of training with DDP in a cell, 2 ranks",
         unit="samples/s",
         work=_rate,
         rounds=3,
         is_open=True,
         goal=">= 0.99 of torchrun",
     ),
-    "memory": Row(name="idle memory per rank (PSS)", unit="MB", work=_idle_memory, rounds=1),
+    "memory": Row(name="memory (PSS) of an idle rank", unit="MB", work=_idle_memory, rounds=1),
     "raise": Row(
-        name="a rank raises while another waits: time until a group works again",
+        name="time until a group works again, after a rank raises an exception while another waits",
         work=_fault(RAISE),
         rounds=2,
         goal="<= 1.0",
     ),
     "barrier": Row(
-        name="a rank skips a barrier: time until a group works again",
+        name="time until a group works again, after a rank skips a barrier",
         work=_fault(BARRIER),
         rounds=1,
     ),
     "interrupt": Row(
-        name="interrupt in a collective: time until a group works again",
+        name="time until a group works again, after an interrupt in a collective",
         work=_fault(INTERRUPTED, interrupt=True),
         rounds=1,
     ),
     "killed": Row(
-        name="a rank is killed in a collective: time until a group works again",
+        name="time until a group works again, after a rank is killed in a collective",
         work=_fault(KILLED),
         rounds=1,
     ),
     "left": Row(
-        name=f"the kernel is killed in a cell: processes that remain after {LEFT_SECONDS} s",
+        name=f"number of processes {LEFT_SECONDS} s after the kernel is killed in a cell",
         unit="",
         work=_left_behind,
         rounds=1,
@@ -355,7 +357,7 @@ ROWS = {
 }
 OURS = {
     "comparison": Row(
-        name="train with ddp in a comparison, or with the same loop in a script, 2 ranks",
+        name="speed of ddp in a comparison, or of the same loop in a script, 2 ranks",
         unit="samples/s",
         work=_comparison_rate,
         rounds=4,
@@ -363,13 +365,14 @@ OURS = {
         goal=">= 0.98 of torchrun",
     ),
     "whole": Row(
-        name=f"train {', '.join(BY_HAND)}: start and comparison, or one script after the other",
+        name=f"time to train {', '.join(BY_HAND)} in a comparison with its start, or in one script "
+        "after the other",
         work=_whole,
         begins=False,
         goal="<= 1.0 of torchrun",
     ),
     "picture": Row(
-        name="from Shift+Enter to the first picture of a comparison",
+        name="time from Shift+Enter to the first picture of a comparison",
         work=_first_picture,
         goal="<= 30",
     ),
@@ -450,7 +453,7 @@ def table(names: Sequence[str], is_short: bool = False) -> str:
         lines.append(f"| {title} | {' | '.join(cells)} |{last}")
     about = stored["machine"]
     on = f"{stored['date']}, {about['cores']} cores of {about['cpu']}, torch {about['torch']}"
-    notes = "; ".join(f"[{number}] {reason}" for reason, number in reasons.items())
+    notes = ". ".join(f"[{number}] {text[0].upper()}{text[1:]}" for text, number in reasons.items())
     return "\n".join([*lines, *([] if is_short else ["", f"Measured on {on}. {notes}."]), ""])
 
 

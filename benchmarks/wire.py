@@ -70,13 +70,13 @@ def measure() -> list[Figure]:
         running.run("%ddp_stop")
     return [
         Figure(
-            name="events missing of 10,000 events per second from each of 2 ranks",
+            name="number of missing events (10,000 events per second from each of 2 ranks)",
             unit="events",
             ours=missing,
             limit="<= 0.0",
         ),
         Figure(
-            name="the kernel's share of a core for these events, with drawing and storing",
+            name="share of a core that the kernel uses for these events, with drawing and storing",
             unit="",
             ours=[mine - none for mine, none in zip(ours, theirs, strict=True)],
             limit="<= 0.15",
