@@ -1,4 +1,4 @@
-"""The output of all ranks, with labels, under one cell or after a comparison (kernel)."""
+"""Shows the ranks' output with labels, under a cell or after a comparison (kernel)."""
 
 import itertools
 import json
@@ -21,13 +21,13 @@ BAR_SECONDS = 0.2
 """Minimum number of seconds between two redraws of progress bars (tqdm)."""
 
 MAX_KEPT = 10_000
-"""Maximum number of output pieces that ddpnb keeps, to show them again after a rank clears."""
+"""Maximum number of pieces of output that ddpnb keeps, to redraw them after ``clear_output()``."""
 
 MAX_LINES = 50
-"""Maximum number of printed lines that are shown.  A last line has the number of further lines."""
+"""Maximum number of printed lines to show.  A last line says how many more lines were printed."""
 
 KINDS = {"display_data": "display", "execute_result": "value", "update_display_data": "update"}
-"""The kind of an item for each type of Jupyter message."""
+"""Maps each type of Jupyter message to the kind of its ``Item``."""
 
 Message = dict[str, Any]
 
@@ -40,7 +40,7 @@ def _displays() -> Displays:
 
 @final
 class CellOutput:
-    """Shows the output of the ranks while they run a cell.  Labels name the ranks.
+    """Shows the output of the ranks while they run a cell.  A label names the ranks of each output.
 
     Args:
         ranks: the ranks that run the cell.
@@ -55,9 +55,9 @@ class CellOutput:
         self._displays = _displays()
         self._displays.begin_cell()
         self._shown: deque[Run] = deque(maxlen=MAX_KEPT)
-        """The output under the cell except bars.  It is redrawn after a rank clears its output."""
+        """All output except progress bars, to redraw it after a rank clears its output."""
         self._clearing: set[int] = set()
-        """Ranks that called ``clear_output(wait=True)``: their next output clears their output."""
+        """Ranks that called ``clear_output(wait=True)`` and have not written output since then."""
         self._cleared_at: float | None = None
         """Time of the first ``clear_output()`` since the last redraw, or None if there was none."""
 
@@ -76,11 +76,11 @@ class CellOutput:
                 self._merger.add(rank, [self._displays.item(rank, KINDS[kind], content)])
 
     def finish(self, rank: int) -> None:
-        """Mark a rank as finished: it has ended the cell, and all its output has arrived."""
+        """Mark a rank as finished, after it has run the cell and all its output has arrived."""
         self._merger.finish(rank)
 
     def show(self, *, at_once: bool = False) -> None:
-        """Show the output that is ready.  With ``at_once``, show all output that has arrived."""
+        """Show the output that is ready.  If ``at_once``, show all output that has arrived."""
         if self._cleared_at is None:
             self._emit(self._merger.take(at_once=at_once))
         else:
@@ -108,7 +108,7 @@ class CellOutput:
         self._cleared_at = self._cleared_at or time.monotonic()
 
     def _redraw(self) -> None:
-        """Clear the cell, and show again the output that each rank has not cleared."""
+        """Clear the cell, and show again all output that its ranks have not cleared."""
         for rank in self._ranks:
             items = [item for ranks, items in self._shown if rank in ranks for item in items]
             self._merger.put_back(rank, [self._displays.current(rank, item) for item in items])
@@ -159,12 +159,12 @@ class CellOutput:
 
 @final
 class PrintedLines:
-    """The lines that ranks print during a comparison.  A line of several ranks is shown once."""
+    """Collects lines that ranks print during a comparison, and shows equal lines only once."""
 
     def __init__(self) -> None:
         self._lines: dict[str, set[int]] = {}
         self._num_more: Counter[int] = Counter()
-        """Number of lines of each rank that are not shown."""
+        """For each rank, the number of its printed lines that are not shown."""
         self._screens: dict[tuple[int, str], Screen] = {}
 
     def take(self, rank: int, kind: str, content: Mapping[str, Any]) -> None:
@@ -178,7 +178,7 @@ class PrintedLines:
         self._add(rank, screen.write(text))
 
     def end(self) -> None:
-        """End a call of the ranks, and complete its unfinished lines.  Can be called again."""
+        """Add the lines that the ranks have not finished.  A second call has no effect."""
         for (rank, _), screen in self._screens.items():
             self._add(rank, screen.rest())
         self._screens.clear()
@@ -226,7 +226,7 @@ class Bars:
         self.finished = [(ranks, text) for ranks, text in rest if ranks]
 
     def appear(self) -> None:
-        """Show the next bar in a new display, below the current output of the cell."""
+        """Begin a new display below the cell's current output.  The next bars are shown there."""
         self._display, self._shown = LiveDisplay(), ""
 
 
@@ -236,7 +236,7 @@ def labelled(ranks: Sequence[int], text: str) -> str:
 
 
 def write(stream: str, text: str) -> None:
-    """Write text to the kernel's stdout or stderr, and flush to keep both streams in order."""
+    """Write text to the kernel's stdout or stderr, and flush it to keep both streams in order."""
     if text:
         file = sys.stderr if stream == "stderr" else sys.stdout
         file.write(text)

@@ -1,7 +1,7 @@
-"""Displays with an id: later output of the ranks can replace their content (kernel).
+"""Displays that have an id, so that ranks can replace the content later (kernel).
 
 Ranks with the same content share one place under the cell.  If a rank then shows different content,
-it gets a new place below.  If all contents become equal again, the ranks share one place again.
+this rank gets a new place below.  If all contents become equal again, the ranks share one place.
 """
 
 import json
@@ -17,7 +17,7 @@ from ddpnb.reports.live import WIDGET_VIEW, LiveDisplay
 from ddpnb.reports.merging import Item
 
 MAX_DISPLAYS = 1000
-"""Number of displays that output can still replace.  Older displays stay as they are."""
+"""Maximum number of displays that ranks can still update.  Older displays do not change."""
 
 GENERATED = re.compile(r"[0-9a-f]{32}")
 """An id that IPython generated.  Each rank has different generated ids."""
@@ -56,12 +56,12 @@ class Displays:
         self._num_generated: Counter[int] = Counter()
 
     def begin_cell(self) -> None:
-        """Begin a new cell: the numbers that replace IPython's generated ids begin at 1 again."""
+        """Begin a new cell.  The numbers that replace IPython's generated ids start at 1 again."""
         self._num_cells += 1
         self._num_generated.clear()
 
     def item(self, rank: int, kind: str, content: Content) -> Item:
-        """Return a display as an item.  If ranks show the same content, their items are equal."""
+        """Return a display as an ``Item``.  Ranks that show the same content get equal items."""
         bundle = {"data": without_widget(content["data"]), "metadata": content.get("metadata")}
         if given := content.get("transient", {}).get("display_id"):
             bundle["name"] = self._name(rank, str(given))
@@ -80,7 +80,7 @@ class Displays:
             self._places.popitem(last=False)
 
     def update(self, ranks: Sequence[int], bundle: Content) -> None:
-        """Replace the content of a display.  Like in Jupyter, an unknown id has no effect."""
+        """Replace the content of a display.  If the display's id is unknown, change nothing."""
         places = self._places.get(bundle["name"], [])
         if places:
             self._places.move_to_end(bundle["name"])
@@ -96,14 +96,14 @@ class Displays:
                 place.show(*(group or NOTHING))
 
     def current(self, rank: int, item: Item) -> Item:
-        """Return an item of a rank.  If a display was updated, return its current content."""
+        """Return a rank's item, with the current content if the item is an updated display."""
         kind, text = item
         places = self._places.get(json.loads(text).get("name"), []) if kind == "display" else []
         bundle = next((place.bundle for place in places if rank in place.ranks), None)
         return (kind, json.dumps(bundle, sort_keys=True)) if bundle else item
 
     def _name(self, rank: int, given: str) -> str:
-        """Return a display's id, in the form that is the same on all ranks."""
+        """Return a display's id, in a form that is the same on all ranks."""
         if not GENERATED.fullmatch(given):
             return given
         if (rank, given) not in self._names:
@@ -116,7 +116,7 @@ class Displays:
 
 
 def without_widget(data: Content) -> Content:
-    """Return a MIME bundle without a widget's view, unless the view is its only content."""
+    """Remove a widget's view from a MIME bundle, unless the bundle has no other content."""
     kept = {mime: value for mime, value in data.items() if mime != WIDGET_VIEW}
     return kept or data
 

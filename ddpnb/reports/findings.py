@@ -26,7 +26,7 @@ from ddpnb.reports.formatting import (
 from ddpnb.reports.table import Cell, Column, Table
 
 MAX_SHARE_OF_CEILING = 1.05
-"""The table splits a strategy's efficiency if its speed is at most this share of ``no-comm``."""
+"""The efficiency has two factors if the speed is at most this multiple of ``no-comm``'s speed."""
 
 
 def results_table(comparison: Comparison, target: Target | None = None) -> Table:
@@ -93,7 +93,7 @@ def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) ->
         held = "memory per rank" + ", computed for the published model" * is_published
         rest = "and activations" if is_known else "(activations are not known)"
         parts = f"parameters, gradients, optimizer state {rest}"
-        found.append(f"{held}: {parts}, on the rank that uses most memory")
+        found.append(f"{held}: {parts}, on the rank that uses the most memory")
     return tuple(found)
 
 
@@ -123,7 +123,7 @@ def _outran_ceiling(summary: StrategySummary) -> bool:
 
 
 def _judged(summary: StrategySummary, text: str) -> Cell:
-    """Return a cell with a number that depends on speed, in brackets for emulated strategies."""
+    """Return a cell with ``text``, in brackets if the strategy is emulated."""
     return Cell(text=f"({text})" if summary.is_emulated and text != NOTHING else text)
 
 
@@ -154,7 +154,7 @@ def _memory(summary: StrategySummary) -> Cell:
 
 
 def _reached(summary: StrategySummary) -> Cell:
-    """Return a cell with the seconds and the samples until a strategy reached the target."""
+    """Return a cell with the time and the number of samples until a strategy reached the target."""
     seconds, samples = summary.seconds_to_target.middle, summary.samples_to_target.middle
     if summary.is_ceiling or math.isnan(seconds):
         return Cell(text=NOTHING)
@@ -220,7 +220,7 @@ QUANTITIES: Mapping[str, Quantity] = {
         "number of updates by other workers between a worker's read and its update", _staleness
     ),
     "samples lost": Quantity(
-        "number of samples of ranks that died before they returned a gradient",
+        "number of samples that were not used, because a rank died before it returned a gradient",
         lambda s: Cell(text=number(s.num_lost_samples or math.nan)),
     ),
     "memory per rank": Quantity("memory of the rank that uses the most memory", _memory),
@@ -238,13 +238,13 @@ SCORES = {
 def quantities_of(
     summaries: Sequence[StrategySummary], target: Target | None = None
 ) -> Mapping[str, Quantity]:
-    """Return the quantities of all strategies by name: speeds, the target and all scores."""
+    """Return the quantities that the table shows, by name: speeds, the target and all scores."""
     found = {"samples/s": QUANTITIES["samples/s"]}
     if target is not None:
         about = f"training time and number of samples until a run first reached {target.text}"
         found[f"to {target.text}"] = Quantity(about, _reached)
     found |= QUANTITIES
     for name in dict.fromkeys(name for summary in summaries for name in summary.scores):
-        own = "end of a logged metric's curve" if name.startswith("last ") else "the cell's metric"
+        own = "metric at the end of the run" if name.startswith("last ") else "the cell's metric"
         found[name] = Quantity(SCORES.get(name, own), partial(_score, name))
     return found

@@ -1,4 +1,4 @@
-"""Formatting of numbers, and the titles and notes of comparisons (kernel)."""
+"""Formats numbers, and builds the titles and notes of comparisons (kernel)."""
 
 import math
 from collections.abc import Sequence
@@ -77,7 +77,7 @@ def in_units(seconds: float) -> str:
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """Return the factor from seconds to s, ms or µs, and this unit, for a time of this length."""
+    """Choose s, ms or µs for a time.  Return the factor from seconds, and the name of the unit."""
     if seconds >= 10:
         return 1.0, "s"
     return (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
@@ -170,7 +170,7 @@ def learning_rates(comparison: Comparison) -> dict[StrategyKey, str]:
 
 
 def differences(specs: Sequence[RunSpec]) -> list[str]:
-    """Return the options that differ between runs, with the names that the magics use."""
+    """Return the names of the options that differ between runs, as the magics spell them."""
     specs = [spec for spec in specs if not spec.is_ceiling]
     differing = [
         option.keyword.replace("_", " ")

@@ -1,4 +1,4 @@
-"""Shared drawing code of all figures: paper, axes, notes, rank colours, PNG and HTML (kernel).
+"""Drawing code that all figures share: paper, axes, notes, rank colours, PNG, HTML (kernel).
 
 ddpnb draws figures without pyplot, so matplotlib does not keep the figures in memory.  Importing
 matplotlib takes 0.3 s, so ddpnb imports it only when it draws the first picture.
@@ -66,7 +66,7 @@ def rank_colour(rank: int) -> str:
 
 
 def ink_on(colour: str) -> str:
-    """Return white or dark: the text colour with more contrast on the background ``colour``."""
+    """Return the text colour, white or dark, that has more contrast on this background colour."""
     return PAPER if contrast_on_white(colour) ** 2 >= contrast_on_white(INK) else INK
 
 
@@ -167,7 +167,7 @@ def write(
     va: str = "center",
     **look: Any,
 ) -> "Text":
-    """Write a text at a position.  ``look`` has arguments for matplotlib, e.g. ``ha="right"``."""
+    """Write a text at a position.  ``look`` has arguments for matplotlib, like ``ha="right"``."""
     return axes.text(x, y, text, fontsize=points, color=colour, va=va, **look)
 
 
@@ -189,14 +189,14 @@ def name_row(axes: "Axes", y: float, name: str, *, rank: int = -1) -> None:
 
 
 ROW_NAMES = 2.05
-"""Inches to the left of the axes, for the names of rows and for labels of their contents."""
+"""Width in inches of the space left of the axes, for the names of rows and their labels."""
 
 
 def legend(axes: "Axes", looks: Mapping[str, str | Look], **place: Any) -> None:
     """Draw a legend, by default above the axes at the right.
 
-    ``looks`` has the colour of each name, or the look of its bar.  ``place`` has arguments for
-    matplotlib's ``legend``, such as another position.
+    ``looks`` maps each name in the legend to a colour, or to the look of a bar.  ``place`` has
+    arguments for matplotlib's ``legend``, such as another position.
     """
     from matplotlib.patches import Patch  # noqa: PLC0415  0.3 s
 
@@ -332,7 +332,7 @@ class Shown:
         return f"{self.endings[ending]}."
 
     def content(self, ending: str) -> bytes:
-        """Return the bytes of a file with this ending.  PNG and SVG contain the first picture."""
+        """Return the bytes of a file with this ending.  PNG and SVG show only the first picture."""
         match ending:
             case ".png":
                 return self.plot().png(PAGE_DPI)

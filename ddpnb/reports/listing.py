@@ -19,7 +19,7 @@ from ddpnb.reports.table import Cell, Column, Table, table_row
 
 
 def ranks_table(states: Sequence[RankState], doing: Mapping[int, str] | None = None) -> Table:
-    """Return a table with one row per rank.  ``doing`` adds the current activity of each rank."""
+    """Return a table with one row per rank, with the rank's activity if ``doing`` is given."""
     ordered = sorted(states, key=lambda state: state.rank)
     return Table(
         caption=f"{counted(len(ordered), 'rank')} ready",
@@ -120,7 +120,7 @@ class Details(Shown):
         return super().html(images) + f"<pre>{escape(code)}</pre>" * bool(code)
 
     def _code(self) -> str:
-        """Return the cell that repeats the comparison, or the cell of a hand-written loop."""
+        """Return a cell that repeats the comparison, or the cell with the hand-written loop."""
         return magic_of(self.comparison) or self.comparison.source
 
     def table(self) -> Table:

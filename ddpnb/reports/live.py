@@ -45,14 +45,14 @@ class LiveDisplay:
         self._content: Bundle = NOTHING
 
     def appear(self) -> bool:
-        """Show the content under the current cell too.  Return False if there is no content yet."""
+        """Also show the content under the current cell.  Return False if nothing was shown yet."""
         if self._handle is None:
             return False
         self._handle.display(self._content, raw=True)
         return True
 
     def show(self, bundle: Bundle, metadata: Mapping[str, Any] | None = None) -> None:
-        """Replace the content by a MIME bundle.  This has no effect outside IPython."""
+        """Replace the content with a MIME bundle.  This has no effect outside IPython."""
         if get_ipython() is None:
             return
         self._content = bundle
@@ -63,11 +63,11 @@ class LiveDisplay:
             self._handle.update(bundle, **options)
 
     def show_text(self, text: str) -> None:
-        """Replace the content by a text."""
+        """Replace the content with a text."""
         self.show({"text/plain": text})
 
     def show_table(self, table: Table | Progress) -> None:
-        """Replace the content by a table or a line of progress."""
+        """Replace the content with a table or a line of progress."""
         self.show({"text/html": table.html(), "text/plain": repr(table)})
 
 
@@ -80,7 +80,7 @@ class Live(ABC):
 
     @abstractmethod
     def announce(self, text: str) -> None:
-        """Show a text until there is a figure.  The text ``""`` shows nothing."""
+        """Show a text until there is a figure.  If the text is ``""``, show nothing."""
 
     @abstractmethod
     def show_progress(self, comparison: Comparison) -> None:
@@ -102,7 +102,7 @@ class Live(ABC):
         self._next_seconds = time.monotonic() + min(max(pause, REDRAW_SECONDS), MAX_PAUSE_SECONDS)
 
     def finish(self, result: ComparisonResult) -> None:
-        """Replace the progress by the result."""
+        """Replace the progress with the result."""
         self._guard(lambda: self.show(result))
 
     def _guard(self, drawing: Callable[[], object]) -> None:
@@ -141,7 +141,7 @@ class LiveFigureAndTable(Live):
         self._table.appear()
 
     def announce(self, text: str) -> None:
-        """Show a text until there is a figure.  The text ``""`` shows nothing."""
+        """Show a text until there is a figure.  If the text is ``""``, show nothing."""
         self._line.show({"text/plain": text, "text/html": f"<p>{escape(text)}</p>"})
         quiet = f'<p style="{QUIET}">{COMES_BACK}</p>'
         self._figure.show({"text/plain": COMES_BACK, "text/html": quiet} if text else NOTHING)
@@ -156,7 +156,7 @@ class LiveFigureAndTable(Live):
         self._show_figure(Picture(figure, title(comparison)))
 
     def show(self, result: ComparisonResult) -> None:
-        """Show a result: sentence, figure and table.  The result remembers the cell's number."""
+        """Show a result: sentence, figure and table.  Store the cell's number in the result."""
         shell = get_ipython()
         result.shown_in_cell = None if shell is None else shell.execution_count
         self._line.show({"text/html": result.sentence_html(), "text/plain": result.sentence()})
@@ -164,7 +164,7 @@ class LiveFigureAndTable(Live):
         self._table.show({"text/html": result.table_html(), "text/plain": repr(result)})
 
     def _show_figure(self, picture: Picture) -> None:
-        """Show a figure.  Frontends that cannot show pictures show its description."""
+        """Show a figure, or its description if the frontend cannot show pictures."""
         png = base64.b64encode(picture.png()).decode()
         self._figure.show({"image/png": png, "text/plain": repr(picture)})
 

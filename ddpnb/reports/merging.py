@@ -1,4 +1,4 @@
-"""Merging the output of several ranks into one sequence (kernel).
+"""Merges the output of several ranks into one sequence (kernel).
 
 Each rank's output is a sequence of items: lines, displayed figures, values.  The items of each
 rank keep their order.  If several ranks have the same next item, ddpnb shows the item once, with
@@ -19,16 +19,16 @@ On each rank, ipykernel sends printed text every 0.2 s.
 """
 
 MAX_ROWS = 64
-"""Number of lines at the end of a stream that progress bars can still overwrite."""
+"""Maximum number of lines at the end of a stream that progress bars can still overwrite."""
 
 MOVES = re.compile(r"(\n|\x1b\[\d*[AB])")
 """A line end, or an escape sequence that moves the cursor up or down (tqdm's ``position=1``)."""
 ERASES = re.compile(r"\x1b\[\d*[JK]")
-"""An escape sequence that erases text.  ddpnb drops it: the bar's next text replaces the line."""
+"""An escape sequence that erases text.  ddpnb ignores it, because the next text replaces it."""
 INCOMPLETE = re.compile(r"\x1b(\[\d*)?\Z")
 """The beginning of an escape sequence that is not complete yet."""
 REDRAWS = re.compile(r"\x1b\[\d*[ABJK]")
-"""An escape sequence that moves the cursor or erases text.  Colours do not match."""
+"""An escape sequence that moves the cursor or erases text, but not one that sets a colour."""
 
 
 Item = tuple[str, str]
@@ -69,12 +69,12 @@ class OutputMerger:
         self._outputs[rank].add(items)
 
     def put_back(self, rank: int, items: Sequence[Item]) -> None:
-        """Add items before all other items of a rank.  These items do not wait for other ranks."""
+        """Put items before a rank's other items, to show them without waiting for other ranks."""
         self._outputs[rank].items.extendleft(reversed(items))
         self._outputs[rank].since = 0.0
 
     def clear(self, rank: int) -> None:
-        """Drop the output of a rank that ``take`` has not returned yet."""
+        """Drop the part of a rank's output that ``take`` has not returned yet."""
         self._outputs[rank] = RankOutput(is_running=self._outputs[rank].is_running)
 
     def finish(self, rank: int) -> None:
@@ -98,7 +98,7 @@ class OutputMerger:
     def take(self, *, at_once: bool = False) -> list[Run]:
         """Remove and return the items that can be shown now, grouped by their ranks.
 
-        With ``at_once``, return every item, even if other ranks may still write the same item.
+        If ``at_once``, return every item, even if other ranks may still write the same item.
         """
         runs: list[Run] = []
         ahead: dict[int, Counter[Item]] = {}
@@ -125,7 +125,7 @@ class OutputMerger:
         return runs
 
     def _ready(self, *, at_once: bool) -> "dict[int, RankOutput]":
-        """Return the outputs that have items to show, or ``{}`` while other ranks may catch up."""
+        """Return outputs that have items to show, or ``{}`` if other ranks may add equal items."""
         ready = {rank: output for rank, output in self._outputs.items() if output.items}
         if len(ready) == len(self._outputs) or not ready or at_once:
             return ready
@@ -136,7 +136,7 @@ class OutputMerger:
 
 
 def choose(heads: Mapping[int, Item], ahead: Mapping[int, Counter[Item]]) -> Item:
-    """Return the item to show next, from the next item of each rank.
+    """Choose one of the ranks' next items, and return it to show it next.
 
     If possible, no other rank has this item among its later items, so equal items stay together.
     """
@@ -214,7 +214,7 @@ class Screen:
         self._rows += [""] * (self._row + 1 - len(self._rows))
 
     def _finished(self) -> list[Item]:
-        """Remove and return the lines up to the last plain line.  They cannot change any more."""
+        """Remove and return the lines up to the last plain line, which cannot change any more."""
         above = enumerate(self._rows[: self._row], start=1)
         plain = [n for n, row in above if not is_bar(row) and (row or not self._has_moved)]
         count = max(plain[-1] if plain else 0, min(len(self._rows) - MAX_ROWS, self._row))

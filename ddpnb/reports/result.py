@@ -39,8 +39,8 @@ FIGURE = (
     "Time of one step: the mean over ranks and steps. Hidden communication overlaps with the "
     "backward pass, but uses a core's time on a CPU. Exposed means communication or waiting "
     "during which the rank computes nothing.",
-    "Own work by rank appears if a rank is slow or dies. Memory appears if strategies need "
-    "different amounts. Staleness appears if updates are stale. --panels all shows every panel.",
+    "Some panels appear only if needed: own work by rank (a rank is slow or dies), memory "
+    "(strategies need different amounts), staleness. --panels all shows every panel.",
 )
 
 
@@ -149,7 +149,7 @@ class ComparisonResult(Shown):
         return self.sentence_html() + images + self.table_html()
 
     def content(self, ending: str) -> bytes:
-        """Return the bytes of a file with this ending, which cannot be ``.py``."""
+        """Return the content of a file with any ending except ``.py``."""
         match ending:
             case ".csv":
                 return str(self.steps().to_csv(index=False)).encode()
@@ -164,7 +164,7 @@ class ComparisonResult(Shown):
         return super().content(ending)
 
     def write(self, target: Path, ending: str) -> str:
-        """Write a file, and return its description.  A script's description has its command."""
+        """Write a file, and return its description (for a script, with the command to run it)."""
         if ending == ".py":
             return write_script(self.comparison, target)
         return super().write(target, ending)

@@ -58,13 +58,13 @@ def sentence(comparison: Comparison, target: Target | None = None) -> str:
 
 
 def _alone(done: Sequence[StrategySummary]) -> str:
-    """Return the speed of each strategy, for a comparison without speeds to compare."""
+    """Return a text with the speed of each strategy, if there are no speeds to compare."""
     rates = [(s.label, s.samples_per_second.middle) for s in done]
     return listed([f"{name} ran at {number(r)} samples/s" for name, r in rates if math.isfinite(r)])
 
 
 def _speeds(done: Sequence[StrategySummary]) -> str:
-    """Return each strategy's speed relative to the reference, and how certain the ratio is."""
+    """Return a text with each strategy's speed relative to the reference, and its uncertainty."""
     if (ratios := ratios_of(done)) is None:
         return ""
     reference, speeds = ratios
@@ -124,7 +124,7 @@ def _span(ratio: Ratio) -> str:
 
 
 def _reached(done: Sequence[StrategySummary], target: Target) -> str:
-    """Return when each strategy reached the target, and which strategies missed the target."""
+    """Return a text that says when strategies reached the target, and which strategies did not."""
     reached = sorted(
         (s for s in done if math.isfinite(s.seconds_to_target.middle) and not s.is_emulated),
         key=lambda s: s.seconds_to_target.middle,
@@ -161,7 +161,7 @@ def _scores(done: Sequence[StrategySummary]) -> Iterator[str]:
 
 
 def _error(done: Sequence[StrategySummary]) -> str:
-    """Return the standard error of the accuracies, or ``""`` if it cannot be computed."""
+    """Return a text with the standard error of the accuracies, or ``""`` if it is not known."""
     shares = [accuracy_of(s) for s in done]
     shares = [share for share in shares if math.isfinite(share)]
     num = min((s.num_held_out for s in done if s.num_held_out), default=0)

@@ -1,8 +1,7 @@
 """Tables as HTML and as text (kernel).
 
-A table uses the colours and fonts of the page, so it suits light and dark themes.  Styles are
-attributes of elements, because Jupyter drops the style sheets of untrusted notebooks.  All text is
-escaped.
+A table uses the page's colours and fonts, so it suits light and dark themes.  Jupyter drops style
+sheets of untrusted notebooks, so elements have style attributes.  All text is escaped for HTML.
 """
 
 import contextlib
@@ -158,7 +157,7 @@ def _row(columns: Sequence[Column], row: Sequence[Cell]) -> str:
 
 
 def _inner(cell: Cell, *, below: bool) -> str:
-    """Return the HTML of a cell.  ``below`` puts the ``quiet`` text below the main text."""
+    """Return the HTML of a cell.  If ``below``, the ``quiet`` text is below the main text."""
     place = "display:block;" if below else ""
     quiet = f' <span style="{place}{QUIET}">{escape(cell.quiet)}</span>' if cell.quiet else ""
     return (dot(cell.dot, cell.is_hollow) if cell.dot else "") + escape(cell.text) + quiet

@@ -88,7 +88,7 @@ def test_replicas_are_compared_and_a_skipped_step_is_named(with_model: Kernel):
     assert verdicts(with_model, "%ddp_check model")["buffers model"] == "FACT"  # ddp contains it
     with_model.run("%%rank 1\nddp.module.body(x).sum().backward()\noptimizer.step()\ndel sharded")
     text = with_model.run("%ddp_check").text
-    assert "optimizer has counted 1 on rank 0 and 2 on rank 1" in text
+    assert "Number of steps of optimizer: 1 on rank 0 and 2 on rank 1" in text
     assert "step of body.0.weight: rank 0 against rank 1, 1 of 1 element: at most 1 apart" in text
     assert verdicts(with_model, "%ddp_check")["values sharded"] == "UNKNOWN"  # is only on rank 0
 

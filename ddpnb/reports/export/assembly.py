@@ -1,4 +1,4 @@
-"""Assembly of a script's text from the statements of several files (kernel).
+"""Assembles a script's text from statements that are in several files (kernel).
 
 ddpnb parses these files but never imports them, because they need torch.  The kernel does not
 import torch.
@@ -18,7 +18,7 @@ CELL_NAMES = (
     *("model", "data", "loss", "collate_fn", "optimizer"),
     *("training_step", "validation_step", "metric"),
 )
-"""Names that a cell can define, and that the files of the script then use."""
+"""Names that a cell can define.  An exported script then uses the definitions in the cell."""
 
 
 class Import(NamedTuple):
@@ -35,7 +35,7 @@ class Import(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The full path of the imported object.  It does not depend on the form of the import."""
+        """The object's full path: ``a.b`` for ``from a import b`` and for ``import a.b as c``."""
         if self.name:
             return f"{self.module}.{self.name}"
         return self.root if self.bound == self.root else self.module
@@ -65,7 +65,7 @@ class Source(NamedTuple):
 
     @property
     def unknown(self) -> set[str]:
-        """The names that the statements use, but that are neither defined nor imported."""
+        """The names that the statements use without defining or importing them."""
         used = {name for each in self.statements for name in each.used}
         return used - self.bound - {each.bound for each in self.imports}
 
@@ -106,8 +106,8 @@ def needed(
     Args:
         roots: the names that the script's main part uses.
         sources: the files.  If two files define a name, the later file is used.
-        own: the user's cell.  Names in ``CELL_NAMES`` that it defines replace the files' names.
-        settings: names of settings.  Statements that define these names are not needed.
+        own: the user's cell.  The script uses its definitions of the names in ``CELL_NAMES``.
+        settings: names of the script's settings.  Statements that define a setting are left out.
 
     Raises:
         UserError: the cell defines a name that the script needs for something else.
@@ -164,7 +164,7 @@ def joined(statements: Sequence[Statement]) -> str:
 
 
 def _statement(text: str) -> Statement:
-    """Return a statement with its names.  A blank line above the statement is kept."""
+    """Return a ``Statement`` with the names that it defines and uses.  Keep a blank line above."""
     used: set[str] = set()
     bound: set[str] = set()
     tables = [symtable.symtable(text, "", "exec")]

@@ -25,7 +25,7 @@ STEP = ("rank", "step", "seconds", "num_samples", "loss", "staleness", "num_byte
 
 
 def runs_frame(comparison: Comparison) -> "pd.DataFrame":
-    """Return a DataFrame with one row per run: settings, environment, results."""
+    """Return a DataFrame with one row per run, with the run's settings, environment and results."""
     import pandas as pd  # noqa: PLC0415 - takes 0.5 s
 
     frame = pd.DataFrame([_run_row(run, comparison) for run in comparison.all_runs])
@@ -37,8 +37,8 @@ def runs_frame(comparison: Comparison) -> "pd.DataFrame":
 def evaluations_frame(comparison: Comparison) -> "pd.DataFrame":
     """Return a DataFrame with one row per evaluation on held-out samples.
 
-    The last row of a run is the evaluation of the trained model.  It also has the model's loss on
-    training samples, ``final_loss``, and the values of the metrics that the cell defines.
+    The last row of a run is the evaluation of the trained model.  This row also has ``final_loss``,
+    the loss on training samples, and the values of the metrics that the cell defines.
     """
     import pandas as pd  # noqa: PLC0415 - takes 0.5 s
 
@@ -55,7 +55,7 @@ def evaluations_frame(comparison: Comparison) -> "pd.DataFrame":
 
 
 def _final_scores(run: RunSnapshot) -> dict[str, object]:
-    """Return the scores that only the trained model has."""
+    """Return the final training loss, and the values of the metrics that the cell defines."""
     own = {f"held_out_{name}": value for name, value in reported_metrics(run).items()}
     return {"final_loss": run.reported("final_loss"), **own}
 
@@ -74,7 +74,7 @@ def steps_frame(comparison: Comparison) -> "pd.DataFrame":
 
 
 def _run_row(run: RunSnapshot, comparison: Comparison) -> dict[str, object]:
-    """Return the row of a run.  Its speed-up and efficiency refer to runs of the same repeat."""
+    """Return a run's row.  Its speed-up and efficiency use the baseline of the same repeat."""
     place, names = (run.comparison, run.repeat), {BASELINE, CEILING} - {run.name}
     beside = [
         other

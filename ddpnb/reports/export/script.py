@@ -35,10 +35,10 @@ CARRIED = {
 
 
 def write_script(comparison: Comparison, path: Path) -> str:
-    """Write the script to a file.  For the task ``digits``, also write the file with its images.
+    """Write the script to a file.  For the task ``digits``, also copy the file with the images.
 
     Returns:
-        Notes on differences from the notebook, and the command to run the script.
+        Notes on how the script differs from the notebook, and the command that runs the script.
 
     Raises:
         UserError: the function ``script`` cannot export the comparison.
@@ -103,15 +103,15 @@ def script(comparison: Comparison, file: str) -> str:
 def _command(comparison: Comparison, file: str) -> str:
     """Return the command that runs the script.
 
-    Without the environment variable, torchrun keeps its store when it restarts workers.  New
-    workers would then read the addresses of earlier workers from the store.
+    If ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE`` is not set, torchrun keeps its store when it restarts
+    workers.  New workers would then read the addresses of earlier workers from the store.
     """
     options = f"--standalone --max-restarts 3 --nproc-per-node {_num_ranks(comparison)}"
     return f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun {options} {shlex.quote(file)}"
 
 
 def _spec_of(comparison: Comparison) -> RunSpec:
-    """Return the run that the script repeats: a run of ``ddp``, or another run changed to ``ddp``.
+    """Return the settings of the run to repeat: a run of ``ddp``, or another run set to ``ddp``.
 
     Raises:
         UserError: the comparison has no suitable run.
@@ -120,7 +120,7 @@ def _spec_of(comparison: Comparison) -> RunSpec:
     num = len({(spec.task, spec.source) for spec in specs})
     if num != 1:
         raise UserError(
-            f"Only a comparison of %ddp_compare with one model can be exported as a script, but "
+            "ddpnb can export a comparison as a script only if %ddp_compare trained one model, but "
             f"{comparison.name} has {num or 'no'} models."
         )
     specs.sort(key=lambda spec: (spec.repeat, len(spec.strategy)))
@@ -130,14 +130,14 @@ def _spec_of(comparison: Comparison) -> RunSpec:
     built_in = [spec for spec, name in zip(specs, names, strict=True) if name in STRATEGIES]
     if not built_in:
         raise UserError(
-            f"An exported script trains with DistributedDataParallel, but {comparison.name} only "
-            f"trained with {names[0]}, a class of your own. Add ddp to the comparison."
+            f"An exported script trains with DistributedDataParallel, but {comparison.name} has "
+            f"only {names[0]}, a class of your own. Add ddp to the comparison."
         )
     return replace(built_in[0], strategy="ddp")
 
 
 def _cell(spec: RunSpec) -> Source:
-    """Return the statements of the cell that defines the task.  Built-in tasks have no cell.
+    """Return the statements of the cell that defines the task, or none for a built-in task.
 
     Raises:
         UserError: a script cannot run the cell.
@@ -145,8 +145,8 @@ def _cell(spec: RunSpec) -> Source:
     cell = body_of(spec.source) if spec.task == CELL_TASK else ""
     if f"from {NOTEBOOK_FUNCTIONS[0]} import" in cell:
         raise UserError(
-            "This comparison used functions of the notebook, and ddpnb does not store them. To "
-            "export a script, compare with source= and a cell or file that defines the functions."
+            "This comparison used functions of the notebook, and ddpnb does not store them. Put "
+            "the functions into a cell or a file, and pass it as source= to a new comparison."
         )
     try:
         return parse(cell)
@@ -158,7 +158,7 @@ def _cell(spec: RunSpec) -> Source:
 
 
 def _check(own: Source, given: set[str]) -> None:
-    """Raise a UserError if the cell uses names of other cells."""
+    """Raise a UserError if the cell uses names that other cells define."""
     known = {*dir(builtins), "__name__", "__file__", *given} - {*CELL_NAMES}
     if others := sorted(own.unknown - known):
         raise UserError(
@@ -168,7 +168,7 @@ def _check(own: Source, given: set[str]) -> None:
 
 
 def _settings(comparison: Comparison, spec: RunSpec, file: str) -> list[dict[str, Any]]:
-    """Return the settings at the top of the script, a dict per line.  Some may not be needed."""
+    """Return all settings that a script can have at its top, as one dict for each line."""
     known, given = STRATEGIES["ddp"].options, parse_strategy(spec.strategy).options
     options = {key: each for key, each in given.items() if each != known[key].default}
     options.pop("hook", None)
@@ -199,7 +199,7 @@ def _literal(value: Any) -> str:
 
 
 def _call(settings: Mapping[str, Any], sources: Sequence[Source]) -> str:
-    """Return the call that trains: ``main`` of ``plain.py``, or else ``run`` of ``general.py``."""
+    """Return the call that trains: ``main`` in ``plain.py``, or ``run`` in ``general.py``."""
     bound = {name for source in sources for name in source.bound}
     in_parts = settings["ACCUMULATE"] > 1 or settings["AMP"] or settings["CLIP"] < math.inf
     functions = [
@@ -239,12 +239,12 @@ def _notes(comparison: Comparison, spec: RunSpec) -> Iterator[str]:
         yield f"The script ignores these options of the comparison: {', '.join(missing)}."
     batch_size, used = spec.global_batch(_num_ranks(comparison)), _batch_size(comparison, spec)
     if used != batch_size:
-        why = "because each rank must have the same number"
+        why = "because each rank must get the same number of samples"
         yield f"The global batch has {used} samples instead of {batch_size}, {why}."
 
 
 def _batch_size(comparison: Comparison, spec: RunSpec) -> int:
-    """Return the script's global batch size: rounded down to a multiple of the number of ranks."""
+    """Return the global batch size, rounded down to a multiple of the number of ranks."""
     num_ranks = _num_ranks(comparison)
     return spec.global_batch(num_ranks) // num_ranks * num_ranks
 

@@ -1,4 +1,4 @@
-"""Shared parts of curves and rows: strategies, the look of axes, the ends of axes (kernel)."""
+"""Code that curves and rows share: looks of axes and markers, lengths of axes (kernel)."""
 
 import math
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from ddpnb.reports.kit import Look, dress
 LABEL_CHARACTERS = 26
 """Maximum number of characters of a label.  Longer labels are shortened."""
 ROUND = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
-"""An axis ends at one of these numbers times a power of ten.  So its end seldom changes."""
+"""The end of an axis is one of these numbers times a power of ten, so it rarely changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,7 +41,7 @@ def prepare(axes: Axes, title: str, *, lines: Literal["x", "y"]) -> None:
 
 
 def marker(style: Style) -> Look:
-    """Return the look of a strategy's marker.  Variants and emulated strategies have an outline."""
+    """Return the look of a strategy's marker, hollow for variants and emulated strategies."""
     return {
         "marker": style.marker,
         "linestyle": "",

@@ -1,4 +1,4 @@
-"""Curves of one quantity for all strategies (kernel).
+"""Draws a panel with the curves of one quantity, such as the loss, for all strategies (kernel).
 
 If there is one run, the strong line is its moving average, and the faint line shows every update.
 If there are several repeats, the strong line is their median, and each faint line is a repeat.
@@ -27,9 +27,9 @@ GRID_POINTS = 240
 """Number of points of the line that shows the median of repeats."""
 LABEL_GAP_POINTS = SMALL_POINTS * 1.35
 LEADER_INCHES = (0.02, 0.07, 0.16, 0.19)
-"""Inches right of the axes: a leader line's begin, bend and end, and the begin of its label."""
+"""Distances from the axes in inches: a leader line's start, bend and end, and its label's start."""
 MAX_NAMED = 2
-"""Maximum number of a strategy's events that have a label, such as a rank's death and return."""
+"""Maximum number of events of a strategy that have a label, such as the death of a rank."""
 
 Points = tuple[Floats, Floats]
 """The x coordinates and the y coordinates of points."""
@@ -60,14 +60,14 @@ class CurvePanel:
     target: float | None = None
     """The target, drawn as a horizontal line.  None if there is no target in this panel."""
     is_share: bool = False
-    """True if the y axis shows shares.  It ends at 1, and begins near the lowest share."""
+    """True if y is a share.  The y axis then begins near the lowest share and ends at 1."""
 
 
 # -- lines ---------------------------------------------------------------------------------
 
 
 def losses(runs: Sequence[RunSnapshot], x: str) -> Line:
-    """Return the training loss of one strategy's runs by ``x``, ``"samples"`` or ``"seconds"``."""
+    """Return a ``Line`` of the training loss over ``x``, that is ``"samples"`` or ``"seconds"``."""
     curves = [run.curve for run in runs if len(run.curve)]
     if x == "samples":  # a hand-written loop may not count samples
         curves = [curve for curve in curves if curve.samples[-1] > 0]
@@ -83,7 +83,7 @@ def losses(runs: Sequence[RunSnapshot], x: str) -> Line:
 
 
 def held_out(runs: Sequence[RunSnapshot], x: str, y: str) -> Line:
-    """Return the held-out loss or accuracy (``y``) of runs by samples or seconds (``x``)."""
+    """Return a ``Line`` of held-out loss or accuracy (``y``) over samples or seconds (``x``)."""
     across = {"samples": "num_samples", "seconds": "seconds"}[x]
     found = [[(getattr(e, across), getattr(e, y)) for e in evaluations(run)] for run in runs]
     arrays = [np.array(points) for points in found if points]
@@ -96,7 +96,7 @@ def held_out(runs: Sequence[RunSnapshot], x: str, y: str) -> Line:
 
 
 def _line(strong: Sequence[Points], raw: Sequence[Points] = ()) -> Line:
-    """Return the lines of one run with its ``raw`` points, or of several repeats with a median."""
+    """Return the line of one run and its ``raw`` points, or the median and lines of repeats."""
     gap = np.array([np.nan])
     faint = [
         each for points in (strong if len(strong) > 1 else raw) for each in (points, (gap, gap))
@@ -125,7 +125,7 @@ def _median(lines: Sequence[Points]) -> Points:
 
 
 def draw_curves(axes: Axes, panel: CurvePanel) -> None:
-    """Draw the lines of all strategies on empty axes, with the strategies' names at the right."""
+    """Draw the lines of all strategies on empty axes, and write the names at the right."""
     axes.set_yscale("log" if panel.log else "linear")
     prepare(axes, panel.title, lines="y")
     axes.tick_params(axis="y", length=0)
@@ -168,7 +168,7 @@ def _can_show(line: Line, is_log: bool) -> NDArray[np.bool_]:
 
 
 def _y_limits(panel: CurvePanel, lines: Sequence[Line]) -> tuple[float, float]:
-    """Return the lower and the upper end of the y axis, which include all lines and the target."""
+    """Return the lower and upper end of the y axis, so that it shows all lines and the target."""
     ends = [end for line in lines for end in _extent(line, panel.log)]
     ends += [] if panel.target is None else [panel.target]
     low, top = min(ends, default=0.0), round_up(1.04 * max(ends, default=0.0))
@@ -179,7 +179,7 @@ def _y_limits(panel: CurvePanel, lines: Sequence[Line]) -> tuple[float, float]:
 
 
 def _extent(line: Line, is_log: bool) -> tuple[float, float]:
-    """Return the smallest and the largest y, without outliers of the faint lines."""
+    """Return the smallest and the largest y of a ``Line``, without outliers of its faint lines."""
     strong = line.y[_can_show(line, is_log)]
     faint = line.faint_y[np.isfinite(line.faint_y)]
     faint = faint[faint > 0] if is_log else faint
@@ -224,10 +224,10 @@ def spread_out(
 
 
 def _draw_events(axes: Axes, strategy: Strategy, line: Line, x: str, up: float) -> int:
-    """Draw the events of a strategy's runs.  Return the number of lines of their label.
+    """Draw the events of a strategy's runs.  Return the number of text lines in their label.
 
-    NaN or infinite losses are crosses at the top.  Other events are vertical lines.  The label
-    is below the height ``up``.
+    NaN or infinite losses are drawn as crosses at the top, other events as vertical lines.  The
+    top of the label is at ``up``, a share of the height of the axes.
     """
     at_x: Look = {"transform": axes.get_xaxis_transform(), "color": strategy.style.colour}
     marks = {

@@ -30,7 +30,7 @@ TOP = 0.8
 MARGIN, HEAD = 0.17, 0.34
 """Margin around the figure, and height of the titles of the second row of columns."""
 PANEL_HEIGHT, PANELS_GAP = 1.95, 0.78
-"""Height of a panel, and gap for the ticks of the panel above and the title of the panel below."""
+"""Height of a panel, and height of the gap between two panels, with ticks and a title."""
 LABEL_HEIGHT, LEAST_LABEL_WIDTH = 0.225, 0.74
 """Height and minimum width of a label at the end of a line."""
 CHARACTER, BOLD = 0.1, 1.12
@@ -38,13 +38,13 @@ CHARACTER, BOLD = 0.1, 1.12
 TICKS_WIDTH = 0.56
 """Width of the numbers on the y axis, at the left of each panel."""
 ROWS_BOTTOM = 0.86
-"""Height of the ticks and the legend below rows."""
+"""Height of the ticks and the legend that are below the rows."""
 ROW_HEIGHT = 0.26
 NAMES_LEFT, NAMES_RIGHT, ROW_GAP = 0.4, 0.4, 0.3
 """Space left of the strategies' markers, space right of their names, space between columns."""
 MOST_COLUMNS, MOST_HELD_OUT = 4, 3
 ACROSS = {"samples": "samples", "seconds": "time, s"}
-"""The quantities on x axes, with their names in the titles of panels."""
+"""Maps each quantity on an x axis to its name in the titles of panels."""
 
 
 def draw(
@@ -58,7 +58,7 @@ def draw(
     Args:
         comparison: a snapshot of the comparison.
         options: the options of ``%ddp_plot``.
-        is_live: True while the comparison trains: the figure reserves space for later results.
+        is_live: True while the comparison runs.  The figure then has space for later results.
     """
     summaries = summarise(comparison, options.target)
     looks = styles(comparison, summaries)
@@ -111,7 +111,7 @@ def _panels(
     *,
     is_live: bool,
 ) -> list[list[CurvePanel]]:
-    """Return the panels with curves, as a list of panels for each band of the figure.
+    """Return the panels with curves.  Each inner list has the panels that are side by side.
 
     By default, a finished comparison shows the loss by samples and a held-out score by time.
     """
@@ -153,10 +153,10 @@ def _panels(
 def _columns(
     comparison: Comparison, begun: Sequence[Strategy], options: PlotOptions, *, is_live: bool
 ) -> list[list[Column]]:
-    """Return the columns, as a list of columns for each band of the figure.
+    """Return the columns.  Each inner list has the columns that are side by side.
 
-    Ranks, memory and staleness are included only if they are informative.  The result is empty
-    for a hand-written loop that only logs losses.
+    The columns for ranks, memory and staleness are included only if they are informative.  There
+    are no columns for a hand-written loop that only logs losses.
     """
     is_split = any(each.summary.split.is_known for each in begun)
     if not comparison.specs and not is_split:

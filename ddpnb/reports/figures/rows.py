@@ -1,4 +1,4 @@
-"""Rows with a strategy's speed, parts of a step, ranks, staleness and memory (kernel)."""
+"""Draws a row per strategy: speed, parts of a step, ranks, staleness and memory (kernel)."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ LEGEND: Look = {
 }
 MB = 1e6
 SLOW = 1.25
-"""Minimum time of a slow rank's own work, as a multiple of the fastest rank's time."""
+"""A rank is slow if its own work takes at least this multiple of the fastest rank's time."""
 MAX_SHOWN_STALENESS = 8
 """Staleness of the histogram's last bar.  This bar also counts updates with greater staleness."""
 LEAST_DIFFERENCE = 1.5
@@ -48,7 +48,7 @@ class Column:
     draw: Callable[[Axes, Strategy, float], str]
     """A function that draws a strategy's row at a given height, and returns the text beside it."""
     reach: Callable[[Strategy], float]
-    """A function that returns where a strategy's row ends on the x axis, or 0 if it is empty."""
+    """A function that returns where a strategy's row ends on the x axis, or 0 for an empty row."""
     says: Callable[[Sequence[Strategy]], bool] = lambda _: True
     """A function that returns True if the column is informative for the given strategies."""
     share: float
@@ -264,7 +264,7 @@ def _draw_staleness(axes: Axes, strategy: Strategy, middle: float) -> str:
 
 
 def _staleness_reach(strategy: Strategy) -> float:
-    """Return the end of the x axis: the end of the last bar, but at least 4."""
+    """Return the end of the x axis (the last bar, at least 4), or 0 if staleness is unknown."""
     num = len(staleness_counts(strategy.summary.runs))
     return float(min(max(num, 4), MAX_SHOWN_STALENESS + 1)) if num else 0.0
 
@@ -281,7 +281,7 @@ STALENESS = Column(
 
 
 def _draw_memory(axes: Axes, strategy: Strategy, middle: float) -> str:
-    """Draw the memory of the rank that uses most, with the peak of a GPU as an outline."""
+    """Draw the memory of the rank that uses the most, and a GPU's peak memory as an outline."""
     memory, low, left = strategy.summary.memory, middle - BAR / 2, 0.0
     for (part, colour), num_bytes in zip(MEMORY_COLOURS.items(), memory, strict=False):
         _bar(axes, left, low, num_bytes / MB, BAR, facecolor=colour, label=part)

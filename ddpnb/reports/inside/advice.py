@@ -1,7 +1,7 @@
 """Advice on which strategy suits the current hardware, with a table and a reason (kernel).
 
-TensorFlow's strategies are usually taught with this table.  Its rows are one machine and several
-machines.  Its columns say which connection is faster: between CPU and GPU, or between GPUs.
+TensorFlow's strategies are usually taught with this table.  The rows are one machine and several
+machines.  The columns say which connection is faster: between CPU and GPU, or between GPUs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ CHOICES: Mapping[str, Sequence[tuple[str, str]]] = {
         ("ddp", "DistributedDataParallel (gloo); MultiWorkerMirroredStrategy on CPUs"),
     ),
 }
-"""Rows of the table.  Each cell has ddpnb's name of a strategy, and names in other libraries."""
+"""Rows of the table.  Each cell has a strategy's name in ddpnb and in other libraries."""
 
 
 def advice(ranks: Sequence[RankState]) -> Table:
@@ -62,7 +62,7 @@ def advice(ranks: Sequence[RankState]) -> Table:
 
 
 def _connection(rank: RankState) -> tuple[int, str]:
-    """Return the index of this machine's column in the table, and a sentence with the reason."""
+    """Return the index of this machine's column in the table, and a sentence that says why."""
     if rank.device == "cpu":
         return 2, "Ranks compute on CPU cores and share the host's memory."
     if rank.has_peer_access is None:

@@ -1,4 +1,4 @@
-"""Steps with DDP: buckets, and the hidden and exposed time of their all-reduces (kernel)."""
+"""Shows measured steps with DDP: the buckets, and their hidden and exposed time (kernel)."""
 
 import math
 import statistics
@@ -15,7 +15,7 @@ from ddpnb.reports.kit import Picture, Shown
 from ddpnb.reports.table import Column, Table, table_row
 
 MAX_BUCKETS, MAX_NAMES = 4, 3
-"""Maximum number of buckets in a row of the table, and of parameter names in a sentence."""
+"""Maximum number of buckets in a table row, and maximum number of parameter names in a note."""
 FORMULA = (
     "Hidden means that a bucket is sent while this rank computes.  Exposed means that a bucket is "
     "sent while this rank is idle.  An all-reduce begins when this rank's bucket is full.  It ends "
@@ -39,9 +39,9 @@ class DdpInspection(Shown):
 
     title: str
     unused: Mapping[str, tuple[int, ...]]
-    """Names of parameters that did not contribute to the loss on some ranks, with these ranks."""
+    """Maps each parameter that did not contribute to the loss on some ranks to these ranks."""
     reports: tuple[tuple[CapReport, ...], ...]
-    """For each rank, a report for each value of ``bucket_cap_mb``.  The model's value is first."""
+    """For each rank, one report per value of ``bucket_cap_mb``, the model's own value first."""
 
     @property
     def caps(self) -> tuple[CapReport, ...]:
@@ -54,12 +54,12 @@ class DdpInspection(Shown):
         return sum(bucket.num_bytes for bucket in self.caps[0].buckets)
 
     def steps(self, index: int) -> list[list[Span]]:
-        """Return the spans of all ranks in each step.  ``index`` selects the ``bucket_cap_mb``."""
+        """Return the spans of all ranks in each step.  ``index`` is a position in ``caps``."""
         of_ranks = zip(*(report[index].steps for report in self.reports), strict=True)
         return [[span for own in step for span in own] for step in of_ranks]
 
     def split(self, index: int = 0) -> Split:
-        """Return the median times of a step.  ``index`` selects the ``bucket_cap_mb``."""
+        """Return the median times of a step.  ``index`` is a position in ``caps``."""
         found = [split_of(step, len(self.reports)) for step in self.steps(index)]
         return Split(*map(statistics.median, zip(*found, strict=True)))
 
@@ -95,7 +95,7 @@ class DdpInspection(Shown):
             columns=(
                 Column(title="bucket_cap_mb"),
                 *(Column(title=each, is_number=True) for each in (*Split._fields, "buckets")),
-                Column(title="bytes, when it is full, first parameter", is_prose=True),
+                Column(title="size, time when full, first parameter", is_prose=True),
             ),
             rows=tuple(rows),
             notes=(FORMULA, *self.notes()),
@@ -111,8 +111,8 @@ class DdpInspection(Shown):
         return [
             f"These parameters did not contribute to the loss on {spoken_ranks(sorted(ranks))}: "
             f"{listed([*names, f'{rest} more'] if rest else names)}.  DDP would therefore raise an "
-            "error in its second step.  So ddpnb used find_unused_parameters=True: DDP then sends "
-            "zeros instead of the missing gradients."
+            "error in its second step.  ddpnb used find_unused_parameters=True, so DDP sent zeros "
+            "instead of the missing gradients."
         ]
 
 
@@ -124,7 +124,7 @@ def _described(cap: CapReport, bucket: Bucket) -> str:
 
 
 def split_of(spans: Sequence[Span], num_ranks: int) -> Split:
-    """Return the times of one step.  Communication times are means over the ranks."""
+    """Return the times of one step.  The communication times are averaged over the ranks."""
     exposed = hidden = 0.0
     for rank in range(num_ranks):
         own = [span for span in spans if span.rank == rank and span.lane != "wait"]
@@ -136,7 +136,7 @@ def split_of(spans: Sequence[Span], num_ranks: int) -> Split:
 
 
 def _covered(spans: Sequence[Span]) -> float:
-    """Return the seconds that at least one of the spans covers."""
+    """Return the total seconds during which at least one of the spans is active."""
     covered, until = 0.0, -math.inf
     for span in sorted(spans, key=lambda span: span.start):
         covered += max(0.0, span.end - max(span.start, until))
@@ -151,9 +151,9 @@ def _length(spans: Sequence[Span]) -> float:
 
 
 def one_by_one(spans: Sequence[Span]) -> list[Span]:
-    """Return the spans of a step, and let each bucket begin when the rank's previous bucket ends.
+    """Return a step's spans, and let each bucket begin after the end of the rank's previous bucket.
 
-    A bucket that ends before the rank's previous bucket does not change.
+    A bucket that ends before the rank's previous bucket ends is not changed.
     """
     found, ends = [], dict[int, float]()
     for span in sorted(spans, key=lambda span: span.start):

@@ -1,4 +1,4 @@
-"""The effect of one collective: tensors before and after, time, bytes, formula (kernel)."""
+"""Shows the effect of one collective: tensors before and after, time, bytes, formula (kernel)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ NUMBER_BYTES = 4
 PACKET_BYTES = 1400
 """Number of bytes that certainly fit into one Ethernet packet."""
 LATENCY_FACTOR = 2.0
-"""Maximum time of a latency-bound call, as a multiple of the smallest call's time."""
+"""A call is latency-bound if it takes at most this multiple of the smallest tensor's time."""
 REDUCED = "#f6e39a"
 """Background colour of results that are computed from the numbers of several ranks."""
 BEFORE, AFTER, SENT, TIME = 1.5, 6.6, 11.3, 12.7
@@ -56,7 +56,7 @@ class CollectiveResult(Shown):
 
     @property
     def num_bytes(self) -> int:
-        """B in the formulas: bytes of a rank's input, or for a scatter, of a rank's output."""
+        """B in the formulas: number of bytes of a rank's input, or for scatter, of its output."""
         is_scatter = self.spec.name == "scatter"
         return NUMBER_BYTES * max(e.num_got if is_scatter else e.num_given for e in self.shown)
 
@@ -97,8 +97,8 @@ class CollectiveResult(Shown):
             f"The busiest link sends {algorithm.cost(self.num_bytes, num).number:g} messages one "
             f"after another ({algorithm.messages}).",
             f"Measured time: {measured}.",
-            f"{'Latency' if is_quick else 'Bandwidth'}-bound at this size, because the smallest "
-            f"possible tensor takes {in_units(small)}.",
+            f"{'Latency' if is_quick else 'Bandwidth'}-bound at this size. For comparison, the "
+            f"smallest possible tensor takes {in_units(small)}.",
         ]
 
     def pictures(self) -> list[Picture]:
@@ -120,7 +120,7 @@ def _listed(chunks: Chunks) -> str:
 
 
 def draw_collective(result: CollectiveResult) -> "Figure":
-    """Return a figure with a row for each rank, for at most 16 ranks."""
+    """Return a figure with a row for each of the first 16 ranks."""
     shown = result.shown[:MAX_RANKS]
     rest = len(result.shown) - len(shown)
     title = result.title() + (f"; {rest} ranks are not drawn" if rest else "")
@@ -158,7 +158,7 @@ def _draw_cells(
     num_numbers: int,
     colour: str = "",
 ) -> None:
-    """Draw the first numbers of a tensor.  By default, each has the colour of its source rank."""
+    """Draw a tensor's first numbers.  By default, a number's colour shows its source rank."""
     if not chunks:
         write(axes, x, middle, NOTHING, colour=MUTED)
         return

@@ -74,12 +74,12 @@ def _cell(found: Point | None) -> Cell:
 
 
 def _computing(prediction: Prediction) -> str:
-    """Return a note with the assumptions about the computing time of a rank."""
+    """Return a note that says how the computing time of a rank is predicted."""
     measured, work, machine = prediction.found.measured, prediction.work, prediction.machine
     sent = f"The model has {work.num_bytes / 1e6:.3g} MB of gradients."
     if prediction.question.step:
         passes = f", in {work.num_passes} micro-batches" if work.num_passes > 1 else ""
-        return f"You gave a step of {prediction.question.step} on one device{passes}. {sent}"
+        return f"A step on one device takes {prediction.question.step}{passes} (--step). {sent}"
     if measured.devices is not None:
         return f"Computed for the devices of {measured.name}: {measured.devices.text}. {sent}"
     alone = work.alone
@@ -88,7 +88,8 @@ def _computing(prediction: Prediction) -> str:
         f"{1e6 * alone.per_sample:.3g} µs per sample on one rank. {sent}"
     )
     if measured.short:
-        line += f" Uncertain, because these runs took less than 4 s: {', '.join(measured.short)}."
+        runs = ", ".join(measured.short)
+        line += f" The fit is uncertain, because these runs took less than 4 s: {runs}."
     slower = work.together.per_sample / alone.per_sample - 1
     busiest = min(machine.on_host(max(prediction.question.ranks)), machine.cores_per_host)
     if slower > 0 and work.num_together < busiest < math.inf:
@@ -100,13 +101,13 @@ def _computing(prediction: Prediction) -> str:
 
 
 def _between(prediction: Prediction) -> str:
-    """Return a note with the assumptions about the links between ranks."""
+    """Return a note with the speed of the links between ranks, and the all-reduce algorithm."""
     measured, question = prediction.found.measured, prediction.question
     machine, link = prediction.machine, prediction.machine.link
     how = f"The all-reduce algorithm is {machine.algorithm}."
     if not question.link and measured.devices is None:
         cores = f"{measured.cores} cores, shared by all ranks" if measured.shares_cores else "GPUs"
-        exchanges = f"Exchanges take as long as over a link with {link.text} (fitted)."
+        exchanges = f"The fitted speed of exchanges between ranks is {link.text}."
         return f"This machine has {cores}. {exchanges} {how}"
     line = "The link between any two ranks"
     if machine.inside is not None:
@@ -120,7 +121,7 @@ def _between(prediction: Prediction) -> str:
 
 
 def _batches(prediction: Prediction) -> str:
-    """Return a note with the assumptions about the batch, and about the variation of steps."""
+    """Return a note that says how samples are shared, and how much the time of a step varies."""
     work = prediction.work
     if work.is_weak:
         line = f"Each rank has {work.batch_size:g} samples per step (weak scaling)."

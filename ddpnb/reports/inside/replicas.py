@@ -1,4 +1,4 @@
-"""The check that replicas are equal, and the likely causes of differences (kernel)."""
+"""Shows whether the ranks' replicas are equal, and likely causes of differences (kernel)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,17 +17,17 @@ from ddpnb.reports.style import MUTED
 from ddpnb.reports.table import Cell, Column, Table, table_row
 
 MAX_CHUNKS = 16
-"""Maximum number of chunks of one tensor that are measured, summed over the measured ranks."""
+"""Maximum number of chunks of one tensor that all measured ranks together send to the kernel."""
 ROUNDING = 1e-5
 """Maximum difference, relative to the largest value, that may be a rounding error."""
 MAX_SHOWN = 4
 """Maximum number of groups of ranks that a text lists."""
 NO_DDP = "ddpnb found no DDP that wraps the model"
-MAY_BE_ROUNDING = "The difference is small. It may be a rounding error of sums in another order."
+MAY_BE_ROUNDING = "The difference is small. Adding in another order may cause rounding errors."
 
 
 class Verdict(StrEnum):
-    """The result of comparing one part.  The table shows these words."""
+    """The result of comparing one part, in the words that the table shows."""
 
     SAME = "✓ same"
     DIFFERENT = "✗ different"
@@ -58,9 +58,9 @@ class Finding:
     lacking: tuple[int, ...] = ()
     """Ranks that do not have this tensor."""
     texts: tuple[str, ...] = ()
-    """Type and shape in each group (``"float32 [2]"``).  Empty if all groups have the same."""
+    """Type and shape in each group (``"float32 [2]"``).  Empty if type and shape are equal."""
     chunks: tuple[int, ...] = ()
-    """Numbers of the tensor's chunks to measure.  Empty if the difference is not measured."""
+    """Indices of the tensor's chunks in which ddpnb measures the difference.  Can be empty."""
     num_elements: int = 0
     num_measured: int = 0
     num_unequal: int = 0
@@ -120,7 +120,7 @@ def _compare(name: str, part: Part, held: Mapping[int, Held]) -> Finding:
 
 
 def _grouped(finding: Finding, tensors: Mapping[int, TensorDigest | None]) -> Finding:
-    """Return the finding with groups of ranks that have the same values of the tensor."""
+    """Return the finding, and group the ranks that have the same values of the tensor."""
     groups: dict[TensorDigest, list[int]] = {}
     lacking: list[int] = []
     for rank, each in sorted(tensors.items()):
@@ -143,11 +143,11 @@ def _grouped(finding: Finding, tensors: Mapping[int, TensorDigest | None]) -> Fi
 
 
 def measured(finding: Finding, values: Sequence[NDArray[Any]]) -> Finding:
-    """Return the finding with the size of the difference.
+    """Return the finding, and add the measured size of the difference.
 
     Args:
         finding: a finding with chunks to measure.
-        values: the values of these chunks, an array for each of the ``measured_ranks``.
+        values: the values of these chunks, as one array for each of the ``measured_ranks``.
     """
     stacked = np.stack(values)
     with np.errstate(all="ignore"):
@@ -212,7 +212,7 @@ def _cause(
         case _, Part.BUFFERS:
             return _of_buffers(finding, is_ddp=is_ddp)
         case _, Part.STATE if finding.lacking:
-            return f"{spoken_ranks(finding.lacking).capitalize()} made no optimizer step yet."
+            return f"{spoken_ranks(finding.lacking).capitalize()} took no optimizer step yet."
         case _, Part.STATE:
             return skipped or "The gradients differ now, or they differed in an earlier step."
     return "Each rank computed the values from its own samples or random numbers."
@@ -226,7 +226,7 @@ def _of_parameters(
     if skipped:
         return skipped
     if is_ddp and gradients is Verdict.DIFFERENT:
-        return "The optimizer made a step with gradients that DDP had not averaged."
+        return "The optimizer took a step with gradients that DDP had not averaged."
     if is_ddp and finding.is_rounding:
         return MAY_BE_ROUNDING
     if is_ddp:
@@ -292,14 +292,14 @@ def _is_statistic(buffer: str) -> bool:
 
 
 def _skipped_step(replicas: Sequence[RankReplica]) -> str:
-    """Return a sentence if ranks' optimizers counted different numbers of steps, else ``""``."""
+    """Return a message if an optimizer took different numbers of steps on ranks, else ``""``."""
     for name in dict.fromkeys(name for each in replicas for name in each.num_steps):
         counts: dict[int, list[int]] = {}
         for each in replicas:
             counts.setdefault(each.num_steps.get(name, 0), []).append(each.rank)
         if len(counts) > 1:
             made = [f"{num} on {spoken_ranks(ranks)}" for num, ranks in sorted(counts.items())]
-            return f"A rank skipped a step: {name} has counted {listed(made)}."
+            return f"A rank skipped a step. Number of steps of {name}: {listed(made)}."
     return ""
 
 
@@ -325,7 +325,7 @@ class ReplicaCheck(Shown):
         return [each.label for each in self.findings if each.verdict is verdict]
 
     def sentence(self) -> str:
-        """Return the result in a sentence."""
+        """Return a sentence that says whether the replicas are the same."""
         where = spoken_ranks(self.ranks)
         if len(self._labels(Verdict.UNKNOWN)) == len(self.findings):
             return f"The replicas on {where} cannot be compared."
@@ -355,7 +355,7 @@ class ReplicaCheck(Shown):
         )
 
     def text(self) -> str:
-        """Return the result as text: a line for each part, and below it its difference."""
+        """Return the result as text: a line for each part, with the difference below the line."""
         lines = [self.sentence(), ""]
         width = max((len(each.label) for each in self.findings), default=0)
         for each in self.findings:

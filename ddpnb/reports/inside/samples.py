@@ -35,7 +35,7 @@ MAX_LISTED = 24
 """Maximum number of samples that the table lists for each rank."""
 
 LABELS, SUMMARIES, ROW, TICKS = 1.2, 2.6, 0.42, 0.45
-"""Width of rows' names and of rows' summaries, height of a row and of the ticks, in inches."""
+"""Width of a row's name, width of its summary, height of a row, height of the ticks, in inches."""
 MAX_CELL, GAP = 0.6, 0.02
 POINTS = 10.5
 
@@ -50,7 +50,7 @@ class Row:
     """For each rank, the indices of its samples, in the order in which the rank gets them."""
 
     def owners(self) -> dict[int, list[int]]:
-        """Return the ranks that get each drawn sample.  A rank may be listed twice."""
+        """For each drawn sample, return the ranks that get it.  A rank may be listed twice."""
         end = min(self.num_cells, MAX_CELLS)
         owners: dict[int, list[int]] = {cell: [] for cell in range(end)}
         for rank, indices in enumerate(self.handed_out):
@@ -59,7 +59,7 @@ class Row:
         return owners
 
     def repeated(self) -> Indices:
-        """Return the samples that ranks get more than once in total."""
+        """Return the samples that all ranks together get more than once."""
         return np.flatnonzero(self._counts() > 1)
 
     def absent(self) -> Indices:
@@ -74,7 +74,7 @@ class Row:
         return all(map(np.array_equal, self.handed_out, other.handed_out))
 
     def shares(self) -> str:
-        """Return the number of samples of a rank: ``"8 each"`` or ``"3 to 5 each"``."""
+        """Return the number of samples per rank: ``"8 each"`` or ``"3 to 5 each"``."""
         sizes = [len(each) for each in self.handed_out]
         low, high = min(sizes), max(sizes)
         return f"{low:,} each" if low == high else f"{low:,} to {high:,} each"
@@ -114,14 +114,14 @@ class Handout(Shown):
 
 
 def _numbers(indices: Indices) -> str:
-    """Return a text with the first indices of a rank, and with the number of further indices."""
+    """Return a text with a rank's first indices, and the number of indices that are left out."""
     shown = " ".join(map(str, indices[:MAX_LISTED]))
     num_more = len(indices) - MAX_LISTED
     return shown if num_more <= 0 else f"{shown} ... ({num_more:,} more)"
 
 
 def handout_of(spec: SamplerSpec, found: Sequence[RankSamples]) -> Handout:
-    """Return a ``Handout`` of the samples that the samplers of all ranks gave."""
+    """Return a ``Handout`` with the samples that the ranks' samplers returned."""
     kind = found[0].kind
     seen = [int(epoch.max(initial=0)) + 1 for each in found for epoch in each.epochs]
     num_samples = max(*seen, *(each.num_samples for each in found))
@@ -172,7 +172,7 @@ def _sampler_notes(
 
 
 def draw(handout: Handout) -> "Figure":
-    """Return a figure with a row for each epoch.  A cell is a sample, in the colour of its rank."""
+    """Return a figure with a row for each epoch.  The colour of a sample's cell shows its rank."""
     rows = handout.rows
     num_columns = min(max(row.num_cells for row in rows), MAX_CELLS)
     num_ranks = len(rows[0].handed_out)
@@ -206,7 +206,7 @@ def draw(handout: Handout) -> "Figure":
 def _draw_cell(
     axes: "Axes", left: float, middle: float, width: float, owners: Sequence[int]
 ) -> None:
-    """Draw a cell in the colour of its rank, pale for several ranks, or dashed without a rank."""
+    """Draw a cell in its rank's colour, pale if it has several ranks, dashed if it has no rank."""
     colour = rank_colour(owners[0]) if len(owners) == 1 else RULE if owners else PAPER
     text = ",".join(map(str, owners)) if len(owners) <= 2 else f"{len(owners)}×"
     x, wide, high = left + GAP, width - 2 * GAP, ROW - 4 * GAP

@@ -12,7 +12,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from ddpnb.protocol.trace import Span
-from ddpnb.reports.formatting import counted, size, time_unit
+from ddpnb.reports.formatting import size, time_unit
 from ddpnb.reports.kit import (
     DPI,
     MAX_RANKS,
@@ -54,7 +54,7 @@ OTHER_COLOURS = (
     *("#2b7a78", "#8d8d99", "#4f6db8", "#a05195", "#c97b2a"),
     *("#6a994e", "#7a5c9e", "#b5654a", "#386641"),
 )
-"""Colours of all other kinds of spans.  The kind that begins first has the first colour."""
+"""Colours of all other kinds of spans.  The kind with the earliest span gets the first colour."""
 
 Bar = tuple[Span, float]
 """A span, and the time until which it waits for other ranks (its start if it does not wait)."""
@@ -63,7 +63,7 @@ Bar = tuple[Span, float]
 def draw_timeline(
     title: str, spans: Sequence[Span], num_ranks: int, notes: Sequence[str]
 ) -> "Figure":
-    """Return a figure with a band of rows for each rank, for at most 16 ranks."""
+    """Return a figure with a band of rows for each of the first 16 ranks."""
     begin, end = bounds(spans)
     scale, unit = time_unit(end - begin)
     spans = [
@@ -76,7 +76,7 @@ def draw_timeline(
     num_rows = sum(map(len, bands)) + 0.5 * len(bands)
     height = min(num_rows * ROW_HEIGHT, MAX_ROWS_HEIGHT)
     rest = num_ranks - len(bands)
-    missing = [f"The picture does not show {counted(rest, 'more rank')}."] if rest else []
+    missing = [f"The picture shows {len(bands)} of {num_ranks} ranks."] if rest else []
     sheet = Sheet(title, height + TICKS_HEIGHT, [*missing, *notes])
     axes = sheet.axes(height, left=ROW_NAMES)
     dress(axes, x_label=f"{unit} since the first call")
@@ -106,7 +106,7 @@ def draw_timeline(
 def last_arrivals(spans: Sequence[Span]) -> list[float]:
     """Return, for each span, the time at which the last rank made the matching call.
 
-    Number k of a rank's calls in a group matches number k of each other rank's calls in the group.
+    Call number k of one rank in a group matches call number k of each other rank in this group.
     A ``send`` matches the receiver's ``recv``.  If the span did not wait, or if other ranks' calls
     are not known, the time is the span's start.
     """
@@ -161,7 +161,7 @@ def _kind(span: Span) -> str:
 
 
 def _draw_row(axes: "Axes", top: float, bars: list[Bar], colours: Mapping[str, str]) -> None:
-    """Draw the bars of a row, at least a pixel wide.  Bars that would be hidden are left out."""
+    """Draw a row's bars, at least a pixel wide.  Leave out bars that other bars would hide."""
     pixel = axes.get_xlim()[1] / PIXELS
     height = (top + 0.08, 0.84)
     solid: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -191,7 +191,7 @@ def _draw_row(axes: "Axes", top: float, bars: list[Bar], colours: Mapping[str, s
 def _write_name(
     axes: "Axes", span: Span, start: float, end: float, middle: float, ink: str
 ) -> None:
-    """Write a span's name into its bar, with the number of bytes and the line if they fit."""
+    """Write a span's name into its bar, with the number of bytes and the code line if they fit."""
     inches = (end - start) / axes.get_xlim()[1] * PIXELS / DPI
     named = f"{span.name} {size(span.num_bytes)}" if span.num_bytes else span.name
     for text in (f"{named}, {span.line}" if span.line else named, named, span.name):

@@ -12,7 +12,7 @@ from ddpnb.reports.inside.timeline import bounds, draw_timeline, last_arrivals
 from ddpnb.reports.kit import Picture, Shown
 
 MAX_LINES = 40
-"""Maximum number of spans in the text."""
+"""Maximum number of spans that the text lists."""
 BARS = "A bar lasts from a call until its exchange is complete.  Between bars, the rank computes."
 SEVERAL_CLOCKS = (
     "The timelines of different hosts are aligned by their system clocks, so they may be off by a "
@@ -46,7 +46,7 @@ class TraceResult(Shown):
         return [Picture(figure, self.title)]
 
     def text(self) -> str:
-        """Return a line for each of the first spans: start, call, duration, bytes, group."""
+        """Return one line for each of the first 40 calls: start, name, duration, bytes, group."""
         if not self.spans:
             return NOTHING
         begin, end = bounds(self.spans)
@@ -63,7 +63,7 @@ class TraceResult(Shown):
         return "\n".join(lines)
 
     def content(self, ending: str) -> bytes:
-        """Return the bytes of a file.  A ``.json`` file for Perfetto has Chrome's trace format."""
+        """Return a file's content.  A ``.json`` file has Chrome's trace format, as for Perfetto."""
         if ending == ".json":
             return json.dumps(chrome_trace(self)).encode()
         return super().content(ending)
@@ -92,7 +92,7 @@ def joined(
 
     Args:
         title: the title above the picture.
-        recorded: the spans of each rank that sent its spans.
+        recorded: the spans that each rank recorded and sent.
         hosts: the host of each rank of the cluster.
         ranks: the ranks that ran the cell.  If empty, all ranks ran the cell.
         backend: the backend of the default group.
@@ -107,7 +107,7 @@ def joined(
         notes.append(SEVERAL_CLOCKS)
     missing = sorted(set(ranks or range(len(hosts))) - {each.rank for each in recorded})
     if missing:
-        notes.append(f"There are no records of rank {format_ranks(missing)}.")
+        notes.append(f"Rank {format_ranks(missing)} sent no records, so its calls are missing.")
     if num_dropped := sum(each.num_dropped for each in recorded):
         notes.append(f"{num_dropped:,} calls are missing: only each rank's first calls are kept.")
     if num_open := sum(each.num_open for each in recorded):
@@ -121,10 +121,10 @@ def joined(
 
 
 def chrome_trace(trace: TraceResult) -> dict[str, Any]:
-    """Return a trace in Chrome's trace event format, like a trace of torch's profiler.
+    """Return a trace in Chrome's trace event format, which torch's profiler also writes.
 
     A rank is shown as a process with one thread, or with several threads if its spans overlap.
-    Arguments of spans have the names that torch uses, if there are such names.  If a call waits
+    If torch's profiler has a name for a span's argument, the trace uses this name.  If a call waits
     for the last rank, its span contains another span for the waiting time.
     """
     begin, _ = bounds(trace.spans)

@@ -1,4 +1,4 @@
-"""Versions of the parameters that asynchronous workers read and write, and staleness (kernel).
+"""Shows which versions of the parameters asynchronous workers read and write (kernel).
 
 For each gradient, the server reports the new version and the gradient's staleness.  ddpnb computes
 the version that the worker had read from these two numbers.
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_UPDATES = 36
-"""Number of gradients that are drawn.  With many workers, three gradients per worker are drawn."""
+"""Number of gradients to draw, or three gradients per worker if there are over 12 workers."""
 SHOWN_WAIT_SECONDS = 1e-4
-"""Waiting for other workers is drawn if it lasts longer than this number of seconds."""
+"""The time that a worker waits for others is drawn only if it is longer than this, in seconds."""
 ROW, LEAST_ROW, ROWS_HEIGHT, TICKS_HEIGHT = 0.44, 0.26, 3.6, 0.75
 """Maximum and minimum height of a row, height of all rows, height of the ticks, in inches."""
 SMALL = SMALL_POINTS - 2.5
@@ -49,8 +49,8 @@ SENDS = PART_COLOURS["communication"]
 Updates = Any
 """A record array with a row for each update: the new ``version``, the ``rank`` of the gradient,
 the version that the worker had ``read``, and the ``staleness``.  All other fields are times in
-seconds of training.  ``start`` and ``end`` are the times of the worker's step.  The worker has
-``pushed`` the gradient, the server has ``written`` it, the bound has ``released`` the worker."""
+seconds.  The worker's step begins at ``start`` and ends at ``end``.  The worker pushes the gradient
+at ``pushed``, and waits until ``released``.  The server writes the parameters at ``written``."""
 
 
 @final
@@ -63,12 +63,12 @@ class AsyncInspection(Shown):
     """The updates, in the order of the versions."""
     num_ranks: int
     bound: int
-    """Maximum steps that a worker may be ahead of the slowest worker.  -1 means no maximum."""
+    """Maximum number of steps that a worker may be ahead of the slowest, or -1 for no maximum."""
     marks: tuple[Mark, ...] = ()
     notes: tuple[str, ...] = ()
 
     def window(self) -> Updates:
-        """Return the updates to draw: around a death, or if no rank died, after the first steps."""
+        """Return the updates to draw: around the first death, or without deaths, near the start."""
         num = max(MAX_UPDATES, 3 * min(self.num_ranks, MAX_RANKS))
         first = 2 * self.num_ranks
         if deaths := [mark.seconds for mark in self.marks if mark.kind.is_death]:
@@ -77,7 +77,7 @@ class AsyncInspection(Shown):
         return self.updates[first : first + num]
 
     def about(self, rank: int) -> str:
-        """Return a text with the number and the mean staleness of all gradients of a worker."""
+        """Return a text that says how many gradients a worker sent, and their mean staleness."""
         own = self.updates.staleness[self.updates.rank == rank]
         mean = own.mean() if len(own) else math.nan
         return f"{counted(len(own), 'gradient')}, mean staleness {number(mean, 2)}"
@@ -165,7 +165,7 @@ def draw_versions(inspection: AsyncInspection) -> "Figure":
     shown = inspection.window()
     shown = shown[shown.rank < len(ranks)]
     rest = inspection.num_ranks - len(ranks)
-    hidden = [f"The picture does not show {rest} more workers."] if rest else []
+    hidden = [f"{rest} more workers are not shown."] if rest else []
     notes = [*hidden, *inspection.words()]
     row = max(LEAST_ROW, min(ROW, ROWS_HEIGHT / len(ranks)))
     lanes, arrows = row * (len(ranks) + 1), row * len(ranks)

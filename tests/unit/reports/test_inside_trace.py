@@ -99,7 +99,7 @@ def test_a_cell_without_collectives_is_one_sentence():
 def test_what_is_not_known_is_said_and_clocks_of_several_hosts_are_brought_together():
     open_one = RankSpans(rank=0, spans=(call(0, 1, 2),), num_open=1)
     notes = joined("Cell 1", [open_one], hosts=HERE).notes
-    records = "There are no records of rank 1."
+    records = "Rank 1 sent no records, so its calls are missing."
     assert notes[1:3] == (records, "1 call had not ended when the cell ended.")
     assert len(joined("Cell 1", [open_one], hosts=HERE, ranks=[0]).notes) == len(notes) - 1
     recorded = [

@@ -83,7 +83,7 @@ def test_causes():
     assert "Rank 0's statistics are not sent" in cause(result, Part.BUFFERS)
     assert "The gradients differ" in cause(result, Part.STATE)
     skipped = [trained(num_steps=3), trained(num_steps=2)]
-    text = "A rank skipped a step: optimizer has counted 2 on rank 1 and 3 on rank 0."
+    text = "A rank skipped a step. Number of steps of optimizer: 2 on rank 1 and 3 on rank 0."
     assert cause(checked(skipped, "model"), Part.PARAMETERS) == text  # the optimizer was not named
     namespaces = [trained(), trained()]
     namespaces[1]["model"].zero_grad()
