@@ -1,1 +1,1 @@
-"""Descriptions and interception of the calls of ``torch.distributed`` (ranks)."""
+"""Describes and intercepts this rank's calls to ``torch.distributed`` (ranks)."""

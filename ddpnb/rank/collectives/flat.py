@@ -11,7 +11,7 @@ from torch import Tensor, nn
 class FlatBuffer:
     """One flat buffer for each dtype, with a view for each of the given tensors.
 
-    The buffers are on a device that the default group can send from.  With gloo, this is the CPU.
+    The buffers are on a device from which the default group can send: with gloo, on the CPU.
     """
 
     def __init__(self, like: Sequence[Tensor]) -> None:
@@ -62,7 +62,7 @@ def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the total size of tensors in bytes.  For a sharded tensor, count this rank's part."""
+    """Return the total bytes of tensors.  Count only this rank's part of a sharded tensor."""
     return sum(tensor.numel() * tensor.element_size() for tensor in map(local, tensors))
 
 

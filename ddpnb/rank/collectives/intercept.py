@@ -3,7 +3,7 @@
 Users and torch's Python code call methods of ``ProcessGroup``.  ddpnb replaces these methods.
 Torch's C++ code, such as DDP's backward pass, calls only the dispatcher.  In the dispatcher, ddpnb
 adds a Python kernel in front of the backend's kernel.  The replaced methods bypass these kernels.
-The methods and kernels stay installed.  Without a listener, they take almost no time.
+The methods and kernels stay installed, but take almost no time if there is no listener.
 
 A listener overrides only the methods that it needs.  A call returns the backend's own work object
 unless a listener overrides ``waiting`` or ``ended``.
@@ -26,13 +26,13 @@ from ddpnb.rank.collectives.table import METHODS, NO_ROOT, Call, Collective
 
 
 class Listener:
-    """The base class of listeners: ddpnb calls these methods for each call of this rank."""
+    """The base class of listeners.  ddpnb runs these methods for each call that this rank makes."""
 
     def begin(self, call: Call) -> None:
         """Run before the backend gets a call.  To reject the call, a listener raises an error."""
 
     def make(self, call: Call) -> Any:
-        """Make a call instead of the backend and return the work, or None to use the backend."""
+        """Make a call and return its work, or return None to let the backend make the call."""
         return None
 
     def refused(self, call: Call, error: BaseException) -> None:
@@ -68,7 +68,7 @@ class _Audience(NamedTuple):
 
 _audience = _Audience()
 _kept: "deque[Exchange]" = deque(maxlen=64)
-"""Work objects that stay alive until a wait, because C++ may hold only their C++ part."""
+"""Work objects to keep alive until a caller waits, because C++ may hold only their C++ part."""
 
 
 @contextlib.contextmanager
@@ -83,7 +83,7 @@ def listening(listener: Heard) -> Iterator[Heard]:
 
 
 def add(listener: Listener) -> None:
-    """Add a listener for all calls from now on.  Earlier listeners are called first."""
+    """Add a listener for all later calls.  Listeners run in the order in which they were added."""
     install()
     _seat((*_audience.every, listener))
 
@@ -184,7 +184,7 @@ def _made_by(audience: _Audience, call: Call) -> Any:
 
 
 def _root_of(collective: Collective, arguments: Sequence[Any], settings: Any) -> int | None:
-    """Return a call's root, ``NO_ROOT`` if the call has no root, or None if it is unknown."""
+    """Return a call's root, ``NO_ROOT`` if the call has no root, or None if the root is unknown."""
     if collective.tensor is not None and len(arguments) < collective.num_tensors:
         return None
     return NO_ROOT if collective.root is None else getattr(settings, "rootRank", None)
@@ -243,7 +243,7 @@ def _end(call: Call, audience: _Audience) -> None:
 
 @final
 class Exchange(dist.Work):
-    """The work of an asynchronous call.  It tells the listeners about waits and the end."""
+    """An asynchronous call's work, which tells the listeners about waits and the call's end."""
 
     def __init__(self, work: Any, call: Call, audience: _Audience) -> None:
         super().__init__()

@@ -82,12 +82,12 @@ class MismatchCheck(intercept.Listener):
 
     @property
     def num_made(self) -> int:
-        """Number of calls that this rank has made in the default group, or 0 if unknown."""
+        """Number of this rank's calls in the default group, or 0 if the number is unknown."""
         log = self._logs.get(dist.group.WORLD) if dist.is_initialized() else None
         return (log and log.num_made) or 0
 
     def num_calls(self) -> dict[str, int | None]:
-        """Return the number of this rank's calls in each group, or None if it is unknown."""
+        """Map each group's name to the number of this rank's calls, or None if it is unknown."""
         found: dict[str, int | None] = {}
         for group in torch_internals.process_groups():
             log = self._logs.get(group)
@@ -99,7 +99,7 @@ class MismatchCheck(intercept.Listener):
 
         Raises:
             CollectiveMismatchError: another rank has made a different call.
-            ValueError: a message has a GPU tensor, with which gloo would kill the process.
+            ValueError: a message's tensor is on a GPU, so gloo would kill the process.
         """
         if call.collective.is_message:
             (tensor,) = call.tensors
@@ -125,7 +125,7 @@ class MismatchCheck(intercept.Listener):
             call.notes[self].take_back(is_certain=isinstance(error, Exception))
 
     def _open(self, call: Call) -> "CollectiveLog | None":
-        """Return a new group's log, or None if it has one rank, is unknown, or the disk is full."""
+        """Return a new group's log, or None (only one rank, unknown group or full disk)."""
         group, ranks, log = call.group, call.ranks, None
         if not ranks:  # torch.distributed does not know this group (yet)
             return None
@@ -141,7 +141,7 @@ class MismatchCheck(intercept.Listener):
 
 
 def missing_features() -> tuple[str, ...]:
-    """Return a sentence if ddpnb can compare only some collectives of this version of torch."""
+    """Return a warning that names the collectives that ddpnb cannot compare, or an empty tuple."""
     names = sorted({each.name for each in METHODS.values() if not intercept.is_known(each)})
     if not names or not torch_internals.intercepts_collectives.works:
         return ()  # the probe itself reports that no collective can be compared
@@ -157,7 +157,7 @@ class Entry(NamedTuple):
     shape: int
     """Checksum of the shape.  If only the shapes differ, ddpnb warns and allows the call."""
     size: int
-    """Number of elements in the call's tensors, or ``NOT_COMPARED``.  Shapes do not matter."""
+    """Number of elements in the call's tensors, or ``NOT_COMPARED``.  Shapes may differ."""
     text: str
     """Description of the call, such as ``"broadcast from rank 0 with Float [3]"``."""
 
@@ -251,7 +251,7 @@ class CollectiveLog:
             self._num_calls -= 1
 
     def _settle(self, entry: Entry, number: int) -> None:
-        """Wait until other ranks withdraw their different calls.  Otherwise raise an error."""
+        """Wait for other ranks to withdraw different calls.  If they do not, raise an error."""
         seen: dict[int, Entry] = {}
         deadline = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < deadline:

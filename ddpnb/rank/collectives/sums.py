@@ -1,6 +1,6 @@
 """Sums of tensors over the ranks of one host, in shared memory (ranks).
 
-If many ranks share few cores, sockets would take most of a step.  Instead, rank r adds up part r
+If many ranks share few cores, sockets would take most of the time.  Instead, rank r adds up part r
 of all tensors, in the order of gloo's ring (``gloo/allreduce.cc``).  So the sum is bitwise equal to
 gloo's sum.  In gloo's ring, rank r - 1 sends part r, rank r - 2 adds its numbers, and so on.
 
@@ -36,7 +36,7 @@ class SharedSums:
     check: Callable[[], None]
     """Function that raises an error if this rank should stop waiting."""
     waiting: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Function that returns a context manager for a wait for other ranks."""
+    """Function that returns a context manager, used while this rank waits for other ranks."""
 
     def __post_init__(self) -> None:
         self._slots: dict[str, Tensor] = {}
@@ -93,7 +93,7 @@ class SharedSums:
             self._boards[name].read(number, rank)
 
     def _slots_for(self, group: Any, num_bytes: int, number: int) -> Tensor:
-        """Return slots for the tensors of all ranks, rounded up to a power of two in size."""
+        """Return one slot per rank for a tensor.  Slot sizes are rounded up to a power of two."""
         size = 1 << (num_bytes - 1).bit_length()
         name = f"{self.path}.{group.group_name}.{size}.{number % 2}.sum"
         if name not in self._slots:

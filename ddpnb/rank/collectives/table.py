@@ -1,4 +1,4 @@
-"""The collectives of ``torch.distributed``, and this rank's calls of them (ranks)."""
+"""Describes torch.distributed's collectives and the calls that this rank makes (ranks)."""
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -30,7 +30,7 @@ class Collective:
     """Index of the root among the arguments after the group, or None if there is no root."""
     root_is: Literal["from", "to", ""] = ""
     equal: Literal["always", "on CPUs", "unless split", "never"] = "always"
-    """Condition for equal tensor sizes.  Unlike gloo, NCCL allows unequal sizes in some calls."""
+    """Cases in which all ranks' sizes must be equal.  NCCL allows more unequal sizes than gloo."""
     is_message: bool = False
     """True if only two ranks take part: this rank and the rank in the call's second argument."""
 
@@ -63,7 +63,7 @@ _COLLECTIVES = (
 )
 
 METHODS = {each.operation.removesuffix("_"): each for each in _COLLECTIVES}
-"""The collective of each method of ``ProcessGroup``, with the method's name as the key."""
+"""Dict from the name of each ``ProcessGroup`` method to the method's collective."""
 
 METHODS |= {
     "recv_anysource": METHODS.pop("recv_any_source"),
@@ -73,17 +73,17 @@ METHODS |= {
     "reduce_scatter_single_coalesced": METHODS["reduce_scatter_tensor_coalesced"],
     "all_to_all_single": METHODS["alltoall_base"],
 }
-"""Methods that do not have the name of their operation, in all or in newer versions of torch."""
+"""Methods with names that differ from their operation's name, in some or all torch versions."""
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call of this rank, as ``intercept`` passes it to the listeners."""
+    """One call that this rank makes.  ``intercept`` passes the call to the listeners."""
 
     collective: Collective
     group: Any
     arguments: Sequence[Any]
-    """Arguments of the method, or arguments of the operation except the group."""
+    """All arguments of the method, or all arguments of the operation except the group."""
     root: int
     """The root's number in the group, or ``NO_ROOT`` if there is no root."""
     _: KW_ONLY
@@ -124,7 +124,7 @@ class Call:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The group's ranks, numbered as in the default group.  Empty if they are unknown."""
+        """The group's ranks, numbered as in the default group.  Empty if the ranks are unknown."""
         try:
             return tuple(dist.get_process_group_ranks(self.group))
         except KeyError:
@@ -132,7 +132,7 @@ class Call:
 
     @property
     def messages(self) -> Messages:
-        """The successive messages on the busiest link.  Empty if the group has only one rank."""
+        """The successive messages on the busiest link, or no messages if the group has one rank."""
         algorithm, num_ranks = algorithm_of(self.name), self.group.size()
         assert algorithm is not None, "each collective of METHODS has an algorithm"
         return algorithm.cost(self.num_bytes, num_ranks) if num_ranks > 1 else Messages(0)

@@ -18,7 +18,7 @@ from ddpnb.rank.collectives.table import Call
 from ddpnb.rank.stack import users_line
 
 MAX_SPANS: Final = 20_000
-"""Maximum number of spans that a rank keeps.  Later spans are only counted."""
+"""Maximum number of spans that a rank keeps.  Later spans are counted, but not kept."""
 LATE_END_S: Final = 0.1
 """Maximum seconds to wait, at the end of a cell, for gloo's threads to report completed calls."""
 

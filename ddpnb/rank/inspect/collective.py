@@ -1,7 +1,7 @@
 """Demonstrates one collective: its tensors before and after, its time and its bytes (ranks).
 
-The tensor of rank r holds 10 (r + 1) + 0, 1, 2, ..., so each number shows its rank.  The Linux
-kernel counts the bytes that this process sends on TCP connections, including gloo's headers.
+The tensor of rank r holds 10 (r + 1) + 0, 1, 2, ..., so each number shows from which rank it
+comes.  The Linux kernel counts the bytes that this process sends by TCP, with gloo's headers.
 """
 
 import statistics
@@ -17,12 +17,12 @@ from ddpnb.rank.connections import bytes_sent
 from ddpnb.rank.meter import synchronize, timed
 
 NUM_TIMED = 7
-"""Number of timed calls.  One untimed call comes before them.  ddpnb shows the median time."""
+"""Number of timed calls, after one untimed call.  ddpnb shows the median time."""
 CHUNKED = ("reduce_scatter", "all_to_all")
 """Collectives in which the input of each rank consists of one chunk for each rank."""
 NUMBER_BYTES = 4
 FEW_CELLS = 8
-"""Number of elements of a tensor that ddpnb shows."""
+"""Approximate number of elements that ddpnb shows for each tensor."""
 
 
 class _Call(NamedTuple):
@@ -36,7 +36,7 @@ class _Call(NamedTuple):
 
 
 def show(spec: CollectiveSpec, *, device: torch.device) -> CollectiveShown | None:
-    """Run a collective, time it and count its bytes.  On ranks outside its group, return None.
+    """Run a collective, time it and count its bytes.  On ranks outside the group, return None.
 
     Every rank of the cluster takes part.
     """

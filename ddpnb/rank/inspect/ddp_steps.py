@@ -1,4 +1,4 @@
-"""Records the events of a model's steps through DistributedDataParallel (ranks).
+"""Records the events in a model's steps with DistributedDataParallel (ranks).
 
 An inspection has no side effects, because it uses copies of the model, and restores the random
 states.  Hooks record when each gradient is ready, and when the all-reduce of each bucket begins and
@@ -41,13 +41,13 @@ NUM_WARMUP_STEPS: Final = 3
 buckets after the first step, and memory is newly allocated."""
 MOST_STEPS, FEWEST_STEPS = 15, 3
 MOST_SECONDS: Final = 2.0
-"""Approximate maximum of the total time of the measured steps."""
+"""Approximate maximum total time of the measured steps, in seconds."""
 
 
 def measure(spec: InspectSpec, here: Surroundings) -> tuple[CapReport, ...]:
-    """Make steps with each value of ``bucket_cap_mb``, beginning with the model's own value.
+    """Take steps with each value of ``bucket_cap_mb``, beginning with the model's own value.
 
-    Every rank takes part, with the same ``spec`` and folder.  ``find`` must accept ``spec`` first.
+    Every rank takes part, with the same ``spec`` and folder.  ``find`` must have accepted ``spec``.
     """
     device, rank = torch.device(here.state.device), here.state.rank
     with preserve_globals(device):
@@ -69,7 +69,7 @@ def measure(spec: InspectSpec, here: Surroundings) -> tuple[CapReport, ...]:
 
 
 def _laboratory(devices: Devices, subject: Subject) -> Laboratory:
-    """Return the emulated devices.  If their computing speed is not given, measure it."""
+    """Return the emulated devices.  Measure the devices' computing speed if it is not given."""
     model = subject.make_model()
     compute = devices.compute
     if compute is None:
@@ -93,7 +93,7 @@ class _Step(NamedTuple):
 
 @final
 class _Stepper:
-    """Makes steps with a copy of the model in a new DDP wrapper, and records events with hooks."""
+    """Takes steps with a copy of the model in a new DDP wrapper, and records events with hooks."""
 
     def __init__(self, subject: Subject, cap_mb: float, device: torch.device) -> None:
         self._subject = subject
@@ -122,10 +122,10 @@ class _Stepper:
             self._model.register_forward_pre_hook(self._note_buffers)
 
     def report(self) -> CapReport:
-        """Make steps, and return a report about them.  Every rank takes part."""
+        """Take steps, and return a report about them.  Every rank takes part."""
         fastest = min(self.step().seconds for _ in range(NUM_WARMUP_STEPS))
         slowest = torch.tensor([fastest], device=self._device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # all ranks make the same number of steps
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # all ranks take the same number of steps
         num_steps = min(max(int(MOST_SECONDS / slowest.item()), FEWEST_STEPS), MOST_STEPS)
         steps = [self.step() for _ in range(num_steps if self.ends is None else 1)]
         ready = {
@@ -140,7 +140,7 @@ class _Stepper:
         )
 
     def step(self) -> _Step:
-        """Make a step.  Every rank takes part."""
+        """Take one step.  Every rank takes part."""
         self._ready: dict[str, Moment] = {}
         self._sent: dict[int, tuple[Moment, Moment]] = {}
         self._synced: list[Moment] = []
@@ -173,7 +173,7 @@ class _Stepper:
         self._ready[name] = self.clock.moment()
 
     def _note_buffers(self, *_: Any) -> None:
-        """Record when DDP begins to send rank 0's buffers, and when the model begins."""
+        """Record when DDP begins to send rank 0's buffers, and when the forward pass begins."""
         if self._synced or self._ddp.will_sync_module_buffers():
             self._synced.append(self.clock.moment())
 
@@ -192,7 +192,7 @@ class _Stepper:
         return allreduce_hook(None, bucket).then(end)  # type: ignore[arg-type]
 
     def _noted(self, phases: list[Moment]) -> _Step:
-        """Return the recorded step, in times of the monotonic clock that a host's ranks share."""
+        """Return the recorded step, with times of the monotonic clock that a host's ranks share."""
         first = phases[0]
 
         def seconds(moment: Moment) -> float:

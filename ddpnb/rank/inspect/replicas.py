@@ -1,6 +1,6 @@
 """Computes digests of this rank's replica without changing the replica (ranks).
 
-A rank does not call a collective for this.
+To compute digests, a rank does not call any collective.
 """
 
 import hashlib
@@ -61,7 +61,7 @@ def trained(namespace: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def own_names(namespace: Mapping[str, Any]) -> list[str]:
-    """Return one name per optimizer, and per module that is not a part of another module."""
+    """Return one name for each optimizer and for each module that is not part of another module."""
     names: dict[int, str] = {}
     parts: set[int] = set()
     for name, value in trained(namespace).items():
@@ -128,7 +128,7 @@ def parts_of(name: str, namespace: Mapping[str, Any]) -> dict[Part, dict[str, Te
 def optimizer_state(
     optimizer: Optimizer, namespace: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of an optimizer's state.  Their names contain the parameters' names."""
+    """Yield the tensors of an optimizer's state, with names that contain the parameters' names."""
     names = {
         id(parameter): name.removeprefix("module.")  # the prefix of DDP's wrapper
         for module in trained(namespace).values()

@@ -18,7 +18,7 @@ from ddpnb.rank.random_state import preserve_globals
 DATA = ("dataset", "data_source")
 """The attributes in which samplers keep their data set.  ddpnb does not copy the data set."""
 MAX_INDICES = 2_000_000
-"""Maximum number of indices of one rank over all epochs.  They take 8 MB."""
+"""Maximum number of indices for one rank in all epochs.  These indices take 8 MB."""
 
 
 def samples(spec: SamplerSpec, state: RankState, namespace: Mapping[str, Any]) -> RankSamples:

@@ -1,6 +1,6 @@
 """The model that ``%ddp_inspect`` inspects, from the rank's variables or from a task (ranks).
 
-An inspection has no side effects, because only copies of the model make steps.
+An inspection has no side effects, because only copies of the model take steps.
 """
 
 import copy
@@ -26,13 +26,13 @@ from ddpnb.rank.training.model_checks import attempt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A model with its input and its optimizer.  Only copies of the model make steps."""
+    """A model with its input and its optimizer.  Only copies of the model take steps."""
 
     make_model: Callable[[], nn.Module]
     """Function that returns an unwrapped copy of the model in the model's current mode."""
     make_optimizer: OptimizerFactory
     loss_of: Callable[[nn.Module, Any], Tensor]
-    """Function that returns a model's loss on a batch.  It may change the batch."""
+    """Function that returns a model's loss on a batch, and may change the batch."""
     batch: Any
     cap_mb: float = DEFAULT_CAP_MB
     finds_unused: bool = False
@@ -99,7 +99,7 @@ def _of_task(spec: InspectSpec, task: RunSpec, here: Surroundings) -> Subject:
 
 
 def value_of(expression: str, namespace: Mapping[str, Any], **others: Any) -> Any:
-    """Return the value of the user's expression on this rank.  Raise UserError if it fails."""
+    """Evaluate the user's expression on this rank.  Raise UserError if the expression fails."""
     try:
         return eval(expression, {**namespace, **others})  # runs the user's code, as a cell does
     except NameError as error:

@@ -5,7 +5,7 @@
 n: number of the worker's samples in this step; c: seconds per sample; a: number of micro-batches;
 p: fixed seconds per pass, for any number of samples; f, s: factor and seconds of ``--slow``;
 u: random number between 0 and ``--jitter``, which depends on the seed, the rank and the step.
-The formula gives the time at which a worker is ready.  ddpnb does not measure training times.
+From this formula, ddpnb computes when a worker is ready.  Training times are not measured.
 """
 
 import math
@@ -38,7 +38,7 @@ class ComputeTimes:
     seed: int = 0
 
     def factor(self, rank: int, step: int) -> float:
-        """Return the factor by which a rank computes more slowly in a step."""
+        """Return the factor by which ``--slow`` and ``--jitter`` slow down a rank in a step."""
         factor = 1.0
         if self.jitter:
             factor += self.jitter * random.Random(f"{self.seed} {rank} {step}").random()
@@ -83,7 +83,7 @@ def measured(make: Callable[[], object], num_samples: int) -> Compute:
     """Return this thread's computing speed in the fastest of many steps.
 
     ddpnb measures processor time, because other programs hardly affect it.  Each call of ``make``
-    must make a step on ``num_samples`` samples.
+    must take a step on ``num_samples`` samples.
     """
     fastest = math.inf
     trials, end = 0, time.monotonic() + TRIAL_SECONDS

@@ -41,21 +41,21 @@ class VirtualClock(Meter):
         self._step = 0
         self._delay_left = 0.0
         self.settle: Callable[[], None] = lambda: None
-        """Function that advances to the end of the exchanges that C++ code has waited for."""
+        """Function that advances the clock to the end of the exchanges that C++ code waited for."""
         self._unplanned = 0
         """Number of samples of a step until the step's first compute phase begins, then 0."""
         self._computing: Phase = "data"
         """The compute phase to which ``_length`` and ``_progress`` belong."""
         self._length, self._progress = 0.0, 1.0
         self._num_issued = self._num_produced = 0.0
-        """Numbers of bytes that the phase has issued and of gradient bytes that it has produced."""
+        """Number of bytes that the phase has issued, and of gradient bytes that it has produced."""
         self._all_issued: dict[Phase, float] = {}
         """Number of bytes that each phase had issued when the phase last ended."""
 
     # -- a step -----------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start to count time, once per run.  If a worker joins later, it counts from then on."""
+        """Start to count time, once per run.  For a worker that joins late, start when it joins."""
         self._since = self.seconds
         self._phase, self._spent = "data", {}
 
@@ -101,7 +101,7 @@ class VirtualClock(Meter):
         return self.seconds
 
     def hide(self, begun: Moment, ended: Moment) -> None:
-        """Count the time between two moments as hidden communication."""
+        """Count the time between two virtual times as hidden communication."""
         self._spent["hidden"] = self._spent.get("hidden", 0.0) + ended - begun
 
     def timing(self, step: StepEvent, values: Mapping[str, Tensor]) -> list[StepEvent]:
@@ -121,7 +121,7 @@ class VirtualClock(Meter):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Count no time in this context, because the work in it does not belong to a step."""
+        """In this context, exchanges take no time, because they do not belong to a step."""
         self.is_paused = True
         try:
             yield
@@ -134,7 +134,7 @@ class VirtualClock(Meter):
         """Advance to the time of a call; return the times when its first and last bytes are ready.
 
         ``is_needed`` is True if later computation needs the call's result, as for FSDP's gathers.
-        It is False if earlier computation has produced the bytes that the call sends.
+        If ``is_needed`` is False, earlier computation has produced the bytes that the call sends.
         """
         self._compute_unplanned()
         if self._progress >= 1.0:

@@ -1,9 +1,9 @@
 """The times of ``torch.distributed`` calls on emulated devices (ranks).
 
-A collective begins when the last of its ranks is ready and this rank's link is free.  Its duration
-is the cost of its messages (see ``ddpnb.protocol.costs``).  A message between two ranks begins when
-the sender is ready.  The interceptor gets all calls, for example from DDP's C++ code, from FSDP and
-from the user's own code.
+A collective begins when the last of its ranks is ready and this rank's link is free.  A collective
+takes as long as its messages (see ``ddpnb.protocol.costs``).  A message between two ranks begins
+when the sender is ready.  The interceptor gets all calls, for example from DDP's C++ code, from
+FSDP and from the user's own code.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ from ddpnb.rank.collectives.table import Call
 from ddpnb.rank.laboratory.clock import VirtualClock
 
 LEAST_BYTES: Final = 1 << 14
-"""Minimum bytes of a tensor that is summed in shared memory.  Gloo sums smaller tensors as fast."""
+"""Minimum number of bytes for a sum in shared memory.  For smaller tensors, gloo is as fast."""
 GATHERS = ("all_gather", "broadcast", "scatter")
 """Prefixes of the names of collectives that provide input for the caller's next computation."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Pending:
-    """A call that has been issued, but ddpnb has not computed the end of the call yet."""
+    """An issued call with an end time that ddpnb has not computed yet."""
 
     call: Call
     board: Board
@@ -67,7 +67,7 @@ class Exchanges(Listener):
         self._boards: dict[str, Board] = {}
         self._sums = SharedSums(self.path, self.check)
         self._numbers: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
-        """Counters of a group's collectives (key -1) and of the messages of each pair of ranks."""
+        """Counters of a group's collectives (key -1) and of the messages between two ranks."""
         self._pending: deque[_Pending] = deque()
         self.ends: deque[float] = deque(maxlen=1000)
         """End times of the latest collectives."""
@@ -127,7 +127,7 @@ class Exchanges(Listener):
             call.notes[self]()
 
     def _settle(self, last: _Pending) -> None:
-        """Advance to the end of a call, after computing the ends of all earlier calls."""
+        """Advance the clock to a call's end, after computing the ends of all earlier calls."""
         while math.isnan(last.end):
             self._end(self._pending.popleft())
         self.clock.wait_until(last.end)
@@ -139,7 +139,7 @@ class Exchanges(Listener):
             self._settle(waited_for[-1])
 
     def _end(self, pending: _Pending) -> None:
-        """Compute the end of a call.  Count the part before the clock's current time as hidden."""
+        """Compute the end of a call.  Count the call's time up to now as hidden communication."""
         places = range(pending.call.group.size())
         ready = [pending.board.read(pending.number, place) for place in places]
         now = self.clock.seconds

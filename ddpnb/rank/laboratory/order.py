@@ -98,7 +98,7 @@ class VirtualOrder:
         self._ready[rank] = math.inf
 
     def abandon(self, ranks: Collection[int]) -> bool:
-        """Stop waiting for new processes of lost workers.  Return True if any were expected."""
+        """Stop waiting for new processes of lost workers.  Return True if one was expected."""
         expected = [rank for rank in ranks if self._ready[rank] < math.inf]
         for rank in expected:
             self.leave(rank)
@@ -108,7 +108,7 @@ class VirtualOrder:
         return rank == SERVER_RANK or rank in self._is_here
 
     def _arrival(self, rank: int) -> float:
-        """Return the arrival time of a worker's request if it is the next request on the link."""
+        """Return when a worker's request arrives if it is the next request on the link."""
         ready = self._ready[rank]
         if self._is_local(rank) or math.isinf(ready):
             return ready

@@ -1,1 +1,1 @@
-"""The functions of an exported script.  The kernel copies their source and never imports it."""
+"""The functions of an exported script.  The kernel copies their source, but never imports them."""

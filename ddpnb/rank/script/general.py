@@ -35,7 +35,7 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def size_of(tree: Any) -> int:
-    """Return the number of rows of the first tensor."""
+    """Return the number of rows in the first tensor."""
     sizes: list[int] = []
     mapped(lambda leaf: sizes.append(len(leaf)), tree)
     return sizes[0]

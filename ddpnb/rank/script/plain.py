@@ -13,7 +13,7 @@ from ddpnb.rank.script.cell import *
 
 
 def save_checkpoint(step: int, *parts: Any) -> None:
-    """Replace the checkpoint by a new complete file on rank 0.  Every rank takes part."""
+    """On rank 0, replace the checkpoint by a new complete file.  Every rank takes part."""
     random = [torch.empty(0)] * dist.get_world_size()
     dist.all_gather_object(random, torch.get_rng_state())
     saved = {"step": step, "parts": [each.state_dict() for each in parts]}
@@ -23,7 +23,7 @@ def save_checkpoint(step: int, *parts: Any) -> None:
 
 
 def load_checkpoint(*parts: Any) -> int:
-    """Load the checkpoint into all parts.  Return its step, or 0 if there is no checkpoint."""
+    """Load the checkpoint into all parts.  Return the step, or 0 if there is no checkpoint."""
     if not os.path.exists(CHECKPOINT):
         return 0
     saved = torch.load(CHECKPOINT, map_location="cpu")

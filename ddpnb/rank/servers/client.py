@@ -44,7 +44,7 @@ The argument is a list of copies of the parameters. The first copy has rank 0's 
 
 
 class RunOverError(Exception):
-    """The run has ended, so a worker cannot join."""
+    """Raised if a worker cannot join, because the run has ended."""
 
 
 @final
@@ -56,11 +56,11 @@ class Client:
 
     Args:
         worker: This rank's worker. Every rank takes part. A restarted worker on rank 0's host joins
-            without the other ranks. Parameters on a CPU move to memory that other ranks write.
-            Parameters on another device stay there, and new values are copied to the device.
+            without the other ranks. CPU parameters are moved to memory that other ranks can write.
+            Other parameters stay on their device, and ddpnb copies new values to the device.
         num_copies: Number of copies of the parameters: one for each worker, or one for all workers.
-        make_updates: Function that creates the ``UpdateCounter``. Only rank 0 calls this.
-        opened: Stack that closes threads and sockets after ``close``.
+        make_updates: Function that creates the ``UpdateCounter``. Only rank 0 calls this function.
+        opened: Exit stack that ends the threads and closes the sockets after ``close``.
         timeout_seconds: Maximum number of seconds without progress by any worker.
         bound: Maximum number of steps that a worker may be ahead of the slowest worker.
 
@@ -185,7 +185,7 @@ class Client:
             raise RankLostError(SERVER_RANK) from error
 
     def _serve(self, queue: WorkQueue, num_remote: int) -> int:
-        """Start the server. Return the server's port for other hosts, or 0 if there are none."""
+        """Start the server. Return the port for other hosts, or 0 if there is only one host."""
         opened = self._opened
         server = Server(queue, self._memory, self._trained, self._timeout)
         opened.callback(server.close)
@@ -222,7 +222,7 @@ class Client:
             self._copy, self._gradients = memory.copy_of(worker.rank), memory.gradients(worker.rank)
 
     def _call(self, kind: RequestKind, weight: float = 0.0, gradients: Gradients = ()) -> Reply:
-        """Send a request to the queue. On rank 0, raise the queue's error if it has one."""
+        """Send a request to the queue. On rank 0, raise the queue's error if there is one."""
         if self.queue is None:
             reply = self._ask(kind, weight, gradients)
         else:

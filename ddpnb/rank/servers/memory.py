@@ -32,7 +32,7 @@ class PackedTensors(NamedTuple):
     """Views of ``raw`` with the requested shapes and types."""
 
     def fill(self, values: Gradients) -> None:
-        """Copy detached values from any device into the tensors. A value of None becomes zeros."""
+        """Copy detached values from any device to the tensors. If a value is None, write zeros."""
         for tensor, value in zip(self.tensors, values, strict=True):
             if value is None:
                 tensor.zero_()
@@ -51,7 +51,7 @@ class SharedMemory:
 
     The memory has no file name, so no file is left if a process dies. Processes send the memory's
     file descriptor through a socket. No locks are needed, because a worker that writes gradients
-    waits for the reply. The worker's copy of the parameters changes only during this wait.
+    waits for the reply. The worker's copy of the parameters changes only while the worker waits.
 
     Args:
         descriptor: File descriptor of the memory. ``close`` closes the descriptor.
@@ -87,7 +87,7 @@ class SharedMemory:
         return self.copies[rank % len(self.copies)]
 
     def gradients(self, rank: int) -> PackedTensors:
-        """Return the memory for a worker's gradients. It is empty if all workers share one copy."""
+        """Return memory for a worker's gradients, or empty memory if all workers share one copy."""
         return self._gradients[rank - 1] if self._gradients else pack([])
 
     def send(self, connection: Connection) -> None:

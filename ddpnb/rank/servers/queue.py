@@ -36,7 +36,7 @@ class RequestKind(IntEnum):
     STEP = 2
     """Send a gradient or report an update. Get the next shard and parameters."""
     DONE = 3
-    """Get the final parameters, after all workers have made their last step."""
+    """Get the final parameters, after all workers have taken their last step."""
     FAIL = 4
     """Report that the worker has failed. The queue does not reply."""
 
@@ -55,7 +55,7 @@ class Reply(NamedTuple):
     waited_seconds: float = 0.0
     """Number of seconds that the worker waited for other workers."""
     lost_rank: int = NO_RANK
-    """The lost rank that ended the run, or ``NO_RANK``. With a lost rank, no parameters follow."""
+    """The lost rank that ended the run (then no parameters are sent), or ``NO_RANK``."""
     now: float = 0.0
     """Virtual time at which an emulated worker receives the reply."""
 
@@ -82,7 +82,7 @@ class UpdateCounter:
         self._version_read[rank] = self.version
 
     def write(self, rank: int, gradients: Gradients, weight: float) -> int:
-        """Count an update. Return how many updates others made since this worker's last read."""
+        """Count an update. Return how many other updates occurred since the worker's last read."""
         staleness = self.version - self._version_read[rank]
         self.version += 1
         return staleness
@@ -97,12 +97,12 @@ class _Worker:
 
     incarnation: object
     clock: int
-    """Number of steps that the worker has made."""
+    """Number of steps that the worker has taken."""
     shards: deque[int]
     """Shards that the worker holds and has not trained on, in order."""
     heard_at: float = field(default_factory=time.monotonic)
     is_done: bool = False
-    """True if the worker has made its last step."""
+    """True if the worker has taken its last step."""
     is_leaving: bool = False
     """True if the worker waits for the final parameters."""
     is_held: bool = False
@@ -115,7 +115,7 @@ class WorkQueue:
     """Gives the next shard to the first worker that asks, until no shard is left."""
 
     updates: UpdateCounter
-    """The counter of updates, or the server's parameters."""
+    """The counter of updates. For a parameter server, this is the ``ParameterStore``."""
     _: KW_ONLY
     num_workers: int
     """Number of workers that start together. These workers have ranks 0, 1, 2, ..."""
@@ -190,7 +190,7 @@ class WorkQueue:
             return Reply(lost_rank=SERVER_RANK)
 
     def lose(self, rank: int, incarnation: object = None) -> Reply:
-        """Remove a dead worker. The others continue. Return a reply in case it is alive."""
+        """Remove a worker that seems dead. Return the reply that the worker gets if it is alive."""
         with self._changed:
             worker = self._workers.get(rank)
             if worker is None or worker.incarnation is incarnation:  # if no new process replaced it
@@ -209,7 +209,7 @@ class WorkQueue:
     # The queue holds the lock when it calls any method below.
 
     def _begin(self, rank: int, incarnation: object) -> Reply:
-        """Wait for all workers. A worker that joins later gets the slowest worker's clock."""
+        """Wait for all workers. A worker that joins later starts at the slowest worker's step."""
         self._check()
         if rank in self._workers:  # the queue has not noticed its death yet
             self._lose(rank)
@@ -237,7 +237,7 @@ class WorkQueue:
         order.arrive(rank)
 
     def _step(self, rank: int, worker: _Worker) -> float:
-        """Count a step, and wait if the bound requires it. Return the seconds of the wait."""
+        """Count a step, and wait if the bound requires it. Return the waiting time in seconds."""
         worker.clock += 1
         if worker.shards:  # empty if the step did not use a shard from the queue
             worker.shards.popleft()
@@ -258,7 +258,7 @@ class WorkQueue:
         return worker.clock - self._slowest_clock() > self.bound
 
     def _finish(self, rank: int, worker: _Worker) -> Reply:
-        """Wait until all workers are done. Unfinished shards of a stopped worker are not lost."""
+        """Wait for all workers. Unfinished shards of a stopped worker do not count as lost."""
         worker.is_leaving = True
         worker.shards.clear()
         self._note_done(rank, worker)
@@ -319,7 +319,7 @@ class WorkQueue:
         return [worker.clock for worker in self._workers.values() if not worker.is_done]
 
     def _note_progress(self) -> None:
-        """Wake the workers that may continue. If the bound is 0, update after a full round."""
+        """Wake the workers that may continue. If the bound is 0, make one update per full round."""
         self._progress_at = time.monotonic()
         if self.bound == 0 and len(set(self._training_clocks())) < 2:
             self.updates.apply()
@@ -341,7 +341,7 @@ class WorkQueue:
             self._check()
 
     def _give_up(self) -> None:
-        """Remove the worker that has been silent for the longest time and still trains."""
+        """Remove the training worker that has been silent for the longest time."""
         if not self._has_begun:
             self._fail(min(set(range(self.num_workers)) - self._workers.keys()))
             return

@@ -35,7 +35,7 @@ def server_address() -> str:
 
 
 def connection_over(connected: socket.socket, timeout_seconds: float) -> Connection:
-    """Return a connection over a socket. Each read or write fails after the timeout."""
+    """Return a connection over a socket. Each read or write fails if it exceeds the timeout."""
     connected.settimeout(None)  # ignore the user's default timeout
     if connected.family != socket.AF_UNIX:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -25,7 +25,7 @@ class AsynchronousStrategy(Strategy):
     ``setup``, and ``client.step`` in each step.
 
     Args:
-        momentum: Momentum of the default optimizer. ddpnb reads it from ``RunSpec.used_momentum``.
+        momentum: Momentum of the default optimizer, read through ``RunSpec.used_momentum``.
         timeout: Maximum number of seconds without progress by any worker.
     """
 
@@ -36,7 +36,7 @@ class AsynchronousStrategy(Strategy):
         self.timeout = timeout
 
     def plan(self, state: RankState) -> Plan:
-        """Plan to train on every rank."""
+        """Return a plan to train on every rank."""
         num = state.world_size
         return Plan(num_ranks=num, num_workers=num, synchronous=False, survives_deaths=True)
 
@@ -75,7 +75,7 @@ def scaled_rate(optimizer: torch.optim.Optimizer, fraction: float) -> Iterator[N
 
     Scaling the learning rate scales the whole update. Scaling the gradient would not scale weight
     decay, nor Adam's updates, because Adam divides by the gradient's size. A hook of the optimizer
-    may set the learning rate during the step. Therefore, the last hook scales the learning rate.
+    may set the learning rate during the step. Therefore, a hook that runs last scales the rate.
     """
     rates: list[Any] = []
 
@@ -104,7 +104,7 @@ class ParameterStore(UpdateCounter):
             parameters.
         optimizer: Function that creates the optimizer.
         in_rounds: If True, ``write`` only collects gradients, and ``apply`` makes the update.
-        compensation: Lambda in ``compensated``. With 0, gradients are not compensated.
+        compensation: Lambda in ``compensated``. If 0, gradients are not compensated.
     """
 
     def __init__(

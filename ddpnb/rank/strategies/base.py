@@ -39,10 +39,10 @@ class Strategy(ABC):
     optimizer: torch.optim.Optimizer
     """The optimizer of this rank's parameters. ``setup`` creates it."""
     queue: WorkQueue | None = None
-    """The work queue of an asynchronous run, on rank 0. None on other ranks and in other runs."""
+    """The work queue on rank 0 in an asynchronous run. Otherwise None."""
 
     def plan(self, state: RankState) -> Plan:
-        """Return which ranks train, and how. By default, all ranks train in lockstep."""
+        """Return which ranks train, and how they train. By default, all ranks train in lockstep."""
         return Plan(num_ranks=state.world_size, num_workers=state.world_size, synchronous=True)
 
     def setup(self, worker: Worker) -> None:
@@ -94,7 +94,7 @@ class Strategy(ABC):
 
     @cached_property
     def opened(self) -> ExitStack:
-        """The threads, files and sockets that ``close`` releases. Most strategies have none."""
+        """The threads, files and sockets that ``close`` releases (in most strategies, none)."""
         return ExitStack()
 
     def close(self) -> None:
@@ -111,10 +111,10 @@ class Plan:
     num_workers: int
     """Number of ranks or replicas that train."""
     synchronous: bool
-    """True if all workers make step k together."""
+    """True if all workers take each step together."""
     num_steps_ahead: int | None = 0
     """Maximum number of steps that one synchronous worker may be ahead of another. If 0, each
-    worker waits for all others. If None, workers never wait, so each worker stops by itself."""
+    worker waits for all others. If None, workers never wait, so each can stop at any step."""
     updates_per_batch: int = 1
     """Number of updates that one optimizer makes for each global batch."""
     averages_weights: bool = False
@@ -125,7 +125,7 @@ class Plan:
     sees_exposed: bool = True
     """True if ddpnb can separate exposed communication from the rest of a step."""
     survives_deaths: bool = False
-    """True if training continues after the death of a rank, except rank 0. Ranks may rejoin."""
+    """True if training continues when a rank other than rank 0 dies. Ranks may rejoin."""
     num_devices: int | None = None
     """Number of devices that the workers use. If None, each worker uses one device."""
     is_emulated: bool = False

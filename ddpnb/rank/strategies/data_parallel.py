@@ -21,8 +21,8 @@ Messages per step, with N replicas, for each of A micro-batches:
 - gradients of the parameters, from the other replicas to the first replica
 
 In each step, the first device sends A (N - 1) (P + U) bytes and receives A (N - 1) S bytes. P, U
-and S are the bytes of all parameters, buffers and gradients. Bytes of samples and outputs are not
-counted.
+and S are the sizes in bytes of all parameters, buffers and gradients. Bytes of samples and outputs
+are not counted.
 
 Copying parameters and gathering outputs count as communication. Summing gradients counts as
 communication on threads, and as a part of the backward pass on GPUs.
@@ -47,7 +47,7 @@ class DataParallel(Strategy):
     replicas: Replicas
 
     def plan(self, state: RankState) -> Plan:
-        """Plan to train on rank 0, with one replica per rank. Each of several GPUs has one."""
+        """Return a plan for rank 0: a replica per GPU if there are several GPUs, else per rank."""
         gpus = _gpus(torch.device(state.device), state.world_size)
         if len(gpus) > 1:
             return Plan(num_ranks=1, num_workers=len(gpus), synchronous=True, sees_exposed=False)
@@ -103,7 +103,7 @@ def _has_rows(output: object, batch: Batch) -> bool:
 
 
 def _gpus(device: torch.device, world_size: int) -> list[torch.device]:
-    """Return at most ``world_size`` GPUs for the replicas. This rank's GPU is the first."""
+    """Return at most ``world_size`` GPUs for the replicas, beginning with this rank's GPU."""
     if device.type != "cuda":
         return []
     own = device.index or 0

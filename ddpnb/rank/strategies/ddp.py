@@ -35,7 +35,7 @@ from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.worker import Batch, Worker
 
 DEFAULT_CAP_MB: Final = 25.0
-"""Torch's default bucket size. With this size, DDP limits the first bucket to 1 MB."""
+"""Torch's default bucket size in MB. With this size, DDP limits the first bucket to 1 MB."""
 
 
 class DdpStrategy(Strategy):
@@ -92,5 +92,5 @@ class Ddp(DdpStrategy):
 
 
 def _bf16(state: Any, bucket: GradBucket) -> Future[Tensor]:
-    """Call torch's hook. With gloo, DDP rejects torch's hook, although gloo can sum bfloat16."""
+    """Call torch's hook. With gloo, DDP would reject the hook itself, but gloo can sum bfloat16."""
     return bf16_compress_hook(state, bucket)

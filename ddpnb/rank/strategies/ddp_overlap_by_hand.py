@@ -5,19 +5,19 @@
 g_i is the gradient of the mean loss over rank i's b_i samples. The global batch has B samples. The
 update is the same as in ``ddp-by-hand``, which sends gradients only after the backward pass. Here,
 a hook on each parameter starts an all-reduce as soon as the parameter's gradient is ready.
-Meanwhile, the backward pass continues. The rank waits for all sums before the optimizer's step.
+The backward pass continues meanwhile. The rank waits for all sums before the optimizer's step.
 
 Many small messages cost more than a few large messages. With ``bucket_mb``, neighbouring parameters
 share a bucket. A rank sends a bucket when the bucket's last gradient is ready. The first bucket has
 the last parameters, because the backward pass usually computes their gradients first. Every rank
-sends the buckets in the same order, even if gradients become ready in another order. Otherwise,
-ranks would sum different buckets. Torch's DDP works in the same way, in C++. DDP also adapts the
-order of its buckets to the actual order of the gradients.
+sends the buckets in the same order, even if gradients become ready in another order. If the
+orders differed, ranks would sum different buckets. Torch's DDP works in the same way, in C++. DDP
+also adapts the order of its buckets to the actual order of the gradients.
 
 Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 PVLDB 13(12), 2020, sections 3.2.2 (bucketing) and 3.2.3 (overlap).
 
-- Messages per step: one all-reduce for each parameter, or one for each bucket and dtype in it.
+- Messages per step: one all-reduce per parameter, or per bucket and dtype with ``bucket_mb``.
 - Bytes sent per step and rank, with N ranks: 2 (N - 1) / N * S. S is the size of all gradients.
 """
 
@@ -92,7 +92,7 @@ class DdpOverlapByHand(Strategy):
         if not self.is_last_part:
             return
         self.num_missing[number] -= 1
-        assert self.num_missing[number] >= 0, "a gradient arrived twice; it may have been sent"
+        assert self.num_missing[number] >= 0, "a gradient arrived twice, perhaps after it was sent"
         while len(self.sent) < len(self.buckets) and self.num_missing[len(self.sent)] == 0:
             self.send_next()
 
@@ -111,7 +111,7 @@ class DdpOverlapByHand(Strategy):
 def buckets_of(parameters: Sequence[nn.Parameter], bucket_mb: float) -> list[list[nn.Parameter]]:
     """Divide the parameters, in reverse order, into buckets of at most ``bucket_mb`` MB.
 
-    Each larger parameter has a separate bucket. With 0 MB, every parameter has a separate bucket.
+    A larger parameter has a separate bucket. If ``bucket_mb`` is 0, no parameters share a bucket.
     """
     buckets: list[list[nn.Parameter]] = []
     room = 0.0

@@ -11,10 +11,10 @@ backward pass waits until each bucket is summed, so no communication is hidden.
 Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 PVLDB 13(12), 2020. The code that sums is in ``collectives/sums.py``.
 
-- Messages per step, for each 4 MB of gradients: one barrier, and one mark in shared memory for each
-  summed part. If the model has buffers (BatchNorm's statistics), there is also one broadcast.
+- Messages per step, for each 4 MB of gradients: one barrier, then one flag that each rank writes to
+  shared memory. If the model has buffers (BatchNorm's statistics), rank 0 also broadcasts them.
 - Bytes sent per step and rank: S, the size of all gradients. Each rank writes its gradients once
-  for all other ranks. A single rank sends 0 bytes. Bytes received: 2 (N - 1) / N * S.
+  for all other ranks, and receives 2 (N - 1) / N * S bytes. If N = 1, the rank sends 0 bytes.
 """
 
 from functools import partial

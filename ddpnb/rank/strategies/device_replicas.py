@@ -1,4 +1,4 @@
-"""The replicas of ``dp``: one thread for each replica, on several GPUs or on one device (rank 0).
+"""Runs each replica of ``dp`` on a separate thread, on several GPUs or on one device (rank 0).
 
 As in torch's ``DataParallel``, each step copies the parameters to all replicas and runs each
 replica on its slice of the batch. The first replica then gathers outputs and sums gradients.
@@ -31,7 +31,7 @@ class Replicas(ABC):
         self.pool = ThreadPoolExecutor(len(devices), thread_name_prefix="ddpnb-replica")
 
     def run(self, call: StepFunction, slices: list[Any]) -> list[Any]:
-        """Copy the first replica to the others. Return ``call(replica, slice)`` of each replica."""
+        """Copy the first replica to the others. Return all results of ``call(replica, slice)``."""
         worker, devices = self.worker, self.devices[: len(slices)]
         with self.meter.communicating():
             models = self.copies(devices)
@@ -65,7 +65,7 @@ class Replicas(ABC):
 
 @final
 class GpuReplicas(Replicas):
-    """Replicas on several GPUs. Autograd sums their gradients in the first replica."""
+    """Replicas on several GPUs. Autograd sums all gradients in the first replica."""
 
     def copies(self, devices: list[torch.device]) -> Sequence[nn.Module]:
         """Broadcast the parameters and buffers to all GPUs."""
@@ -73,7 +73,7 @@ class GpuReplicas(Replicas):
         return copies
 
     def gather(self, outputs: list[Tensor]) -> Tensor:
-        """Gather the outputs with torch's ``gather``. Autograd sends the gradients back."""
+        """Call torch's ``gather``. Autograd later sends the gradients back to the replicas."""
         with self.meter.communicating():
             gathered: Tensor = gather(outputs, self.devices[0])
         return gathered
@@ -94,7 +94,7 @@ class ThreadReplicas(Replicas):
 
     @torch.no_grad()
     def copies(self, devices: list[torch.device]) -> Sequence[nn.Module]:
-        """Copy the parameters and buffers. As in torch, other replicas' buffers are overwritten."""
+        """Copy the parameters and buffers. As in torch, this overwrites other replicas' buffers."""
         first, *others = map(state_of, self.models)
         for other in others:
             for mine, theirs in zip(first, other, strict=True):

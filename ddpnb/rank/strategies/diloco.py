@@ -10,10 +10,10 @@ g_i is the gradient of the mean loss over rank i's part of the global batch. a i
 rate and m is the outer momentum. With a = 1 and m = 0, DiLoCo is the same as ``local-sgd``.
 
 If d is the same in every round, v approaches d / (1 - m). An outer step then approaches d times the
-gain, a / (1 - m). The paper uses H = 500. After 500 steps, d hardly resembles the previous d, so
-a = 0.7 and m = 0.9 work well. After few steps, d is similar to the previous d. Then the paper's
-gain of 7 acts like a learning rate that is 7 times higher. The defaults here are for H = 8 and have
-a gain of 1. DiLoCo is then as fast as ``local-sgd``, but smoothed over 1 / (1 - m) = 2 rounds.
+gain, a / (1 - m). With H = 500, as in the paper, d hardly resembles the previous d, so a = 0.7 and
+m = 0.9 work well. If H is small, d is similar to the previous d. Then the paper's gain of 7 acts
+like a learning rate that is 7 times higher. The defaults here are for H = 8 and have a gain of 1.
+With the defaults, DiLoCo is as fast as ``local-sgd``, but smooths over 1 / (1 - m) = 2 rounds.
 
 If the last round has fewer than H steps, it ends with the plain mean of the weights. An outer step
 would add the full momentum to a partial round, and no later round would correct the error.
@@ -52,7 +52,7 @@ class DiLoCo(LocalSgd):
         self.outer_momentum = outer_momentum
 
     def setup(self, worker: Worker) -> None:
-        """Create the inner and the outer optimizer. The outer state is equal on every rank."""
+        """Create the inner and the outer optimizer. The outer optimizer is equal on every rank."""
         super().setup(worker)
         self.agreed = [nn.Parameter(p.detach().clone()) for p in worker.parameters]
         self.outer = torch.optim.SGD(
@@ -65,7 +65,7 @@ class DiLoCo(LocalSgd):
 
     @torch.no_grad()
     def agree(self) -> None:
-        """Make a step of the outer optimizer. Every rank takes part."""
+        """Take a step with the outer optimizer. Every rank takes part."""
         self.flat.average(self.worker.parameters)
         # The mean of w - w_i is w minus the mean of w_i.
         for agreed, mean in zip(self.agreed, self.worker.parameters, strict=True):

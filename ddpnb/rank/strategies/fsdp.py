@@ -10,18 +10,18 @@ runs, and release them afterwards.
 Reference: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", PVLDB
 16(12), 2023; code: ``torch.distributed.fsdp.fully_shard`` (FSDP2).
 
-Each module in a ``Sequential`` or ``ModuleList`` is a layer, at any depth of the model. All other
-parameters are gathered together, when the whole model is called. If a layer, or one of its
-parameters, occurs twice in the model, the layer is gathered with these other parameters.
+Each module in a ``Sequential`` or ``ModuleList`` is a layer, at any depth of the model. Ranks
+gather all other parameters together, when the whole model is called. If a layer, or one of its
+parameters, occurs twice in the model, ranks do not gather this layer separately.
 
 - Messages per step and layer, for each micro-batch: one all-gather of the parameters before the
   forward pass and, with ``reshard``, one more before the backward pass. After the last micro-batch,
-  one reduce-scatter of the gradients.
-- Bytes sent per step and rank, with A micro-batches: (N - 1) * (P * 2 A + G). Without ``reshard``:
-  (N - 1) * (P * A + G). P is the size of a rank's part of the parameters, about an N-th. G is the
-  size of a rank's part of the gradients, without frozen parameters. Torch may gather a frozen layer
-  only once, and an unused layer never. gloo's reduce-scatter is an all-reduce, which sends more.
-  These extra bytes and the messages for clipping are not counted.
+  there is one reduce-scatter of the gradients.
+- Bytes sent per step and rank, with A micro-batches: (N - 1) * (P * 2 A + G), or without
+  ``reshard`` (N - 1) * (P * A + G). P is the size of a rank's part of the parameters, about an
+  N-th. G is the size of a rank's part of the gradients, without frozen parameters. Torch may gather
+  a frozen layer only once, and does not gather an unused layer. gloo's reduce-scatter is an
+  all-reduce, which sends more. These extra bytes and the messages for clipping are not counted.
 
 gloo's collectives block the thread, so all their time is exposed, including waits for other ranks.
 NCCL's collectives run on separate CUDA streams. ddpnb counts all of their time as hidden, because
@@ -58,7 +58,7 @@ class Fsdp(Strategy):
         self.reshard = reshard
 
     def plan(self, state: RankState) -> Plan:
-        """Plan to train on every rank."""
+        """Return a plan to train on every rank."""
         sees = state.backend == "gloo" or state.world_size == 1
         notes = () if sees else (_NCCL_NOTE,)
         return replace(super().plan(state), finish_is_timed=False, sees_exposed=sees, notes=notes)
@@ -104,7 +104,7 @@ class Fsdp(Strategy):
 
     @contextmanager
     def _unsynced(self) -> Iterator[None]:
-        """Add up whole gradients on this rank in this context, without communication."""
+        """In this context, add up unsharded gradients on this rank, without communication."""
         model: Any = self.worker.model  # an FSDPModule since setup
         model.set_requires_gradient_sync(False)
         yield
@@ -112,17 +112,17 @@ class Fsdp(Strategy):
 
 
 def layers_of(model: nn.Module) -> list[Any]:
-    """Return the layers: the modules with parameters that are gathered separately.
+    """Return the layers, which are the modules that torch gathers one by one.
 
     Torch gathers a module's parameters when the module is called. Therefore, a layer must be a
-    module that is certainly called by itself, such as a block of a transformer.
+    module that is always called as a whole, such as a block of a transformer.
     """
     places = Counter(each for _, each in model.named_parameters(remove_duplicate=False))
     return [layer for layer in _listed(model) if all(places[p] == 1 for p in layer.parameters())]
 
 
 def _listed(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield all modules that have parameters and are in a list, at any depth.
+    """Yield all modules with parameters that are items of a list of modules, at any depth.
 
     A module counts as a list if it is a ``Sequential``, or if it cannot be called (a ``ModuleList``
     or ``ModuleDict``).

@@ -36,7 +36,7 @@ class Gossip(Strategy):
     """SGD on each rank, with an average of two ranks' weights after each step."""
 
     def plan(self, state: RankState) -> Plan:
-        """Plan to train on every rank. Ranks may be up to ``world_size`` steps apart."""
+        """Return a plan to train on every rank. Ranks may be up to ``world_size`` steps apart."""
         return replace(super().plan(state), num_steps_ahead=state.world_size, averages_weights=True)
 
     def setup(self, worker: Worker) -> None:

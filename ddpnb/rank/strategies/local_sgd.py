@@ -8,7 +8,7 @@ separate momentum. The momentum is not averaged.
 
 Reference: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.
 
-- Messages per dtype: one all-reduce of all weights in every H-th step. If ranks made steps after
+- Messages per dtype: one all-reduce of all weights in every H-th step. If ranks took steps after
   the last average, there is one more all-reduce at the end.
 - Bytes sent per rank, with N ranks: 2 (N - 1) / N * S in every H-th step, and 0 in the other steps.
   S is the size of all parameters in bytes.
@@ -25,7 +25,7 @@ from ddpnb.rank.worker import Batch, Worker
 
 
 class LocalSgd(Strategy):
-    """Independent steps, with an average of all weights every few steps.
+    """Independent SGD on each rank, with an average of all weights every few steps.
 
     Args:
         every: H, the number of steps between two averages.
@@ -36,7 +36,7 @@ class LocalSgd(Strategy):
         self.num_steps = 0
 
     def plan(self, state: RankState) -> Plan:
-        """Plan to train on every rank. Ranks wait for each other only to average."""
+        """Return a plan to train on every rank. Ranks wait for each other only to average."""
         return replace(super().plan(state), num_steps_ahead=self.every, averages_weights=True)
 
     def setup(self, worker: Worker) -> None:
@@ -57,7 +57,7 @@ class LocalSgd(Strategy):
         return loss
 
     def finish(self) -> nn.Module:
-        """Average the weights if ranks made steps after the last average. Every rank takes part."""
+        """Average the weights if ranks took steps after the last average. Every rank takes part."""
         if self.num_steps % self.every != 0:
             self.flat.average(self.worker.parameters)
         return self.worker.model

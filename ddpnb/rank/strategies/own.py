@@ -43,7 +43,7 @@ class UserStrategy(Strategy):
         self._strategy = strategy
 
     def plan(self, state: RankState) -> Plan:
-        """Plan to train on every rank."""
+        """Return a plan to train on every rank."""
         # A user's strategy may not make ranks wait. So a stop may leave ranks one step apart.
         return replace(
             super().plan(state),
@@ -71,7 +71,7 @@ class UserStrategy(Strategy):
         )
 
     def finish(self) -> nn.Module:
-        """Return the model from the user's ``finish``, or the worker's model if this is None."""
+        """Return the model from the user's ``finish``, or the worker's model if it returns None."""
         model = self._strategy.finish()
         if model is None:
             return self.worker.model

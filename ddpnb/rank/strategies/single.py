@@ -30,7 +30,7 @@ class Single(Strategy):
         self._takes_all = threads == "all"
 
     def plan(self, state: RankState) -> Plan:
-        """Plan to train on rank 0 only."""
+        """Return a plan to train only on rank 0."""
         alone = Plan(num_ranks=1, num_workers=1, synchronous=True)
         num_ranks = state.local_world_size
         if self._takes_all:
@@ -42,7 +42,7 @@ class Single(Strategy):
         return replace(alone, notes=(note,))
 
     def setup(self, worker: Worker) -> None:
-        """With ``threads=all``, use all ranks' threads. ddpnb restores the number afterwards."""
+        """If ``threads=all``, use all ranks' threads. ddpnb undoes this change after the run."""
         if self._takes_all:
             torch.set_num_threads(torch.get_num_threads() * worker.local_world_size)
         super().setup(worker)

@@ -18,7 +18,7 @@ OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Function that creates an optimizer for a list of parameters."""
 
 StepFunction = Callable[[nn.Module, Tree], Tensor | Mapping[str, Any]]
-"""Function that computes the loss of a batch, from the model or its wrapper and the batch.
+"""Function that takes a model (or its wrapper) and a batch, and computes the batch's loss.
 
 The function returns the *mean* loss over the samples as a tensor of shape (), or a dict with this
 tensor as ``loss``. ddpnb averages other numbers in the dict over the samples, like the loss.
@@ -71,7 +71,7 @@ class Task:
     notes: tuple[str, ...] = ()
     """Notes that every result shows, for example that the data are synthetic."""
     defined: Mapping[str, object] = field(default_factory=dict)
-    """Variables of the task's cell and of earlier cells. Empty for a built-in task."""
+    """Variables of the task's cell and of earlier cells (empty for a built-in task)."""
 
     @property
     def has_measures(self) -> bool:

@@ -7,7 +7,7 @@ order.
 
 If the workers share a global batch evenly, the order is the same as with torch's
 ``DistributedSampler(seed=seed, drop_last=True)`` and ``set_epoch``. ddpnb does not call a data
-set's ``set_epoch``. Every worker has a shard of each batch, so all synchronous workers make the
+set's ``set_epoch``. Every worker has a shard of each batch, so all synchronous workers take the
 same number of steps, and torch's ``Join`` is not needed. If shards differ in size, averages of
 gradients are weighted by the shards' sizes.
 
@@ -41,7 +41,7 @@ class Shard:
 
 
 def every_step(num_steps: int, *, part: int, num_parts: int) -> Iterator[Shard]:
-    """Yield a synchronous worker's shards, the same part of every global batch."""
+    """Yield a synchronous worker's shards: part number ``part`` of every global batch."""
     for step in range(num_steps):
         yield Shard(step=step, part=part, num_parts=num_parts)
 
@@ -51,8 +51,8 @@ class BatchSchedule:
     """The global batches of a run. Batches are the same on every rank and for every strategy.
 
     With N ranks, the last n mod N of an epoch's n shuffled samples are left out. The epoch's last
-    batch may be smaller. If the last batch has fewer samples than ranks, it is left out, so that
-    every shard has at least one sample. This happens only if N does not divide the batch size.
+    batch may be smaller. If N does not divide the batch size, the last batch may have fewer than N
+    samples. A batch of fewer than N samples is left out, so that every shard has a sample.
 
     Raises:
         UserError: The batch is smaller than the number of ranks or larger than the split.

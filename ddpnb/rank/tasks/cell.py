@@ -44,7 +44,7 @@ def cell_task(source: str, namespace: Mapping[str, object], filename: str) -> Ta
 
     Raises:
         UserError: A function is missing or returns a wrong value.
-        Exception: The cell's code raised this exception. The traceback is kept.
+        Exception: Any exception that the cell's code raises, with its traceback.
     """
     scope = dict(namespace)
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)

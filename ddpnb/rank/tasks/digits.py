@@ -43,7 +43,7 @@ def model() -> nn.Module:
 
     With torch's default weights, the network learns too little in six epochs. The initial weights
     follow He et al., "Delving Deep into Rectifiers", ICCV 2015, and are multiplied by 0.8. Without
-    this factor, the loss is too sharp for stale gradients. The initial weights of the last layer
+    the factor 0.8, the loss is too sharp for stale gradients. The initial weights of the last layer
     follow Glorot and Bengio, 2010.
     """
     net = nn.Sequential(

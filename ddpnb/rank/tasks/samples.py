@@ -177,7 +177,7 @@ def prefetching(
 ) -> Iterator[Iterator[tuple[Shard, Tree]]]:
     """Yield shards with their samples. Other processes fetch the samples with ``fetch``.
 
-    The processes end with the context. No process fetches samples before the first shard is
+    The processes end when the context ends. No process fetches samples before the first shard is
     requested, so that no strategy has samples ready when the run's time starts. Each process takes
     ``NUM_PREFETCHED`` requests in advance, even if other workers use the same queue of requests.
     ``seed`` is the seed of the random numbers in the processes.
@@ -205,7 +205,7 @@ def prefetching(
 
 @final
 class _Fetched(Dataset[Any]):
-    """A data set with shards as items. The request None only starts the process."""
+    """A data set with shards as items. A request of None only starts the process."""
 
     def __init__(self, fetch: Callable[[Tensor], Tree]) -> None:
         self._fetch = fetch

@@ -26,7 +26,7 @@ _DATA_SEED = 0
 _NOISE = 2.0
 """Standard deviation of the noise. The prototypes have a standard deviation of 1."""
 _CHUNK = 1_000_000
-"""Number of extra parameters in one tensor. A large model has many tensors."""
+"""Maximum number of extra parameters in one tensor, so a large model has many tensors."""
 
 Images = tuple[Tensor, Tensor]
 """Images (N, 3, 32, 32) and their classes."""
@@ -98,7 +98,7 @@ class RepeatedConvolution(nn.Module):
 
 
 class ExtraParameters(nn.Module):
-    """Many parameters with one bias as their mean, to add communication but little computation."""
+    """Many parameters with little computation: only their mean is used, as one bias."""
 
     def __init__(self, num_parameters: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Predict the next character of a Python source file (ranks).
 
-The text is a part of Python's standard library, which is on every machine. Other files of the
-library are held out. The model is a small transformer.
+The text is a part of Python's standard library, which is on every machine. The held-out split
+contains other files of this library. The model is a small transformer.
 
 References: Vaswani et al., "Attention Is All You Need", NeurIPS 2017; Xiong et al., "On Layer
 Normalization in the Transformer Architecture", ICML 2020 (normalise first).
