@@ -1,1 +1,1 @@
-"""The code of every rank.  It imports no IPython display, ipywidgets or matplotlib."""
+"""The code that runs on ranks.  It never imports IPython's display, ipywidgets or matplotlib."""

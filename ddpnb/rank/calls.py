@@ -28,14 +28,14 @@ Implementation = Callable[Concatenate[RankEngine, Arguments], Result]
 def carries_out(
     declared: RankCall[Arguments, Result], *, answers: bool = True, runs_users_code: bool = False
 ) -> Callable[[Implementation[Arguments, Result]], Implementation[Arguments, Result]]:
-    """Register the function that implements a declared call.
+    """Return a decorator that registers a function as the implementation of a declared call.
 
-    If the notebook's working folder has changed, the rank first changes to the new folder.
+    If the notebook's working folder has changed, the rank changes to the new folder before a call.
 
     Args:
         declared: the call that the function implements.
-        answers: if True, exceptions are returned to the notebook as a ``Failure``.  If False, an
-            exception means that ddpnb or the rank has failed.
+        answers: if True, exceptions are returned to the notebook as a ``Failure``.  If
+            False, exceptions are raised, because only an error of ddpnb can cause them.
         runs_users_code: if True, the call runs the user's code, and an interrupt can end the call.
     """
 
@@ -77,7 +77,7 @@ def form_group(engine: RankEngine, generation: int, is_checked: bool) -> list[St
 
 @carries_out(calls.validate, runs_users_code=True)
 def validate(engine: RankEngine, spec: RunSpec) -> Checked:
-    """Check one run before any strategy trains."""
+    """Check the settings and the code of one run before any strategy trains."""
     checks = engine.group.collective_checks
     cells.warn_again()
     about_to_run = ExecutionInfo(spec.source, False, True, True, None)
@@ -110,7 +110,7 @@ def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None) -> 
 
 
 def surroundings_of(engine: RankEngine, spec: RunSpec | None) -> Surroundings:
-    """Return this rank's surroundings for a run.  Tracebacks show the cell as ``Cell In[n]``."""
+    """Return this rank's state, variables and folder.  Tracebacks name the cell ``Cell In[n]``."""
     group, shell = engine.group, engine.shell
     here = Surroundings(
         state=group.state(),

@@ -1,8 +1,8 @@
-"""Releases a rank from waits outside the process group, and defines related errors (ranks).
+"""Releases a rank from waits outside the process group, and defines errors of such waits (ranks).
 
-Code that waits for other ranks outside the process group uses a ``CancellationToken``.  Code that
-waits at a socket or a condition registers a callback that ends the wait.  Code that polls checks
-the token in each iteration.
+Code that waits for other ranks outside the process group uses a ``CancellationToken``.  If the code
+waits for a socket or a condition, it registers a callback that ends the wait.  If the code polls,
+it checks the token in each iteration.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ class ConsequenceError(RuntimeError):
 
 
 class RankLostError(ConsequenceError):
-    """Raised if another rank ended during a run or makes no progress.  The run cannot continue."""
+    """Raised if a run cannot continue because another rank has ended or makes no progress."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(
@@ -29,12 +29,12 @@ class RankLostError(ConsequenceError):
 
 
 class RunCancelledError(ConsequenceError):
-    """Raised on a rank that was not waiting, if ddpnb ends its run because another rank failed."""
+    """Raised to end the run of a rank that was not waiting, because another rank has failed."""
 
 
 @final
 class CancellationToken:
-    """Ends all waits of one process group.  ``Group.abort`` calls ``abort`` from another thread."""
+    """Ends a rank's waits for other ranks.  ``Group.abort`` calls ``abort`` from another thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -43,7 +43,7 @@ class CancellationToken:
         """True once ``abort`` has been called."""
 
     def abort(self) -> int:  # may be called twice
-        """End all current and future waits; return the number of current waits."""
+        """End all current and future waits; return how many waits were in progress."""
         with self._lock:
             self.is_aborted = True
             for end_wait in self._callbacks:
@@ -52,9 +52,9 @@ class CancellationToken:
 
     @contextlib.contextmanager
     def held(self, end_wait: Callable[[], object]) -> Iterator[None]:
-        """Call ``end_wait`` if the group is aborted inside the block.
+        """Call ``end_wait`` if the group is aborted while the block runs.
 
-        Another thread calls ``end_wait``, or this thread if the group is already aborted.
+        If the group has already been aborted, call ``end_wait`` when the block begins.
         """
         with self._lock:
             self._callbacks.append(end_wait)
@@ -82,7 +82,7 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def text_of(error: object) -> str:
-    """Return an exception's message, or Python's placeholder if ``str`` raises an error."""
+    """Return an exception's message, or a placeholder if its ``__str__`` method raises an error."""
     try:
         return str(error)
     except Exception:  # noqa: BLE001  the user's ``__str__``

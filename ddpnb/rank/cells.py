@@ -69,10 +69,10 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
 
 
 def interruptible(call: Callable[[], Result]) -> Result:
-    """Call the user's code.  SIGINT raises ``KeyboardInterrupt`` only during this call.
+    """Call a function that runs the user's code, and return the function's result.
 
-    If SIGINT interrupted the engine while the engine handles a message, the message would be lost,
-    and the kernel would wait for the answer forever.
+    SIGINT raises ``KeyboardInterrupt`` only during this call.  At other times, an interrupt could
+    make the engine lose a message, and the kernel would wait for the answer forever.
     """
     try:
         try:
@@ -90,7 +90,7 @@ def ignore(number: int, frame: object) -> None:
 
 
 def run_source(spec: CellSpec, engine: RankEngine) -> list[BaseException]:
-    """Run a cell's source; return all errors, first the error that ended the cell."""
+    """Run a cell's source; return a list of all errors that begins with the error to report."""
     engine.shell.execution_count = spec.execution_count
     was_aborted = engine.group.cancellation.is_aborted
     warn_again()
@@ -116,7 +116,7 @@ def run_source(spec: CellSpec, engine: RankEngine) -> list[BaseException]:
 
 
 def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:
-    """Run a cell or a script; return the error that ended the code, or None if it succeeded."""
+    """Run a cell or a script; return its error, or None if the code succeeded."""
     shell = engine.shell
     if spec.script is None:
         result = interruptible(lambda: shell.run_cell(spec.source, store_history=True))
@@ -136,7 +136,7 @@ def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:
 
 
 def warn_again() -> None:
-    """Show each warning once per cell or training instead of once per process."""
+    """Make Python show each warning once per cell or run, instead of once per process."""
     warnings.filterwarnings("ignore", "To exit: use")  # IPython's warning if sys.exit ends a cell
     with warnings.catch_warnings():  # its end makes modules forget the warnings that they showed
         pass
@@ -146,7 +146,7 @@ def warn_again() -> None:
 def errors_shown_by(shell: Any) -> Iterator[list[BaseException]]:
     """Collect all errors that IPython would show, also the errors that ``%run`` does not raise.
 
-    The notebook shows the collected errors.  IPython only stores the last error, for ``%debug``.
+    The notebook shows the collected errors.  IPython stores only the last error, for ``%debug``.
     """
     found: list[BaseException] = []
 
@@ -165,7 +165,7 @@ def errors_shown_by(shell: Any) -> Iterator[list[BaseException]]:
 
 
 def is_success(error: BaseException | None) -> bool:
-    """Return True if an exception means success, such as the exception of ``sys.exit(0)``."""
+    """Return True if an exception means success, such as ``SystemExit`` after ``sys.exit(0)``."""
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
@@ -173,7 +173,7 @@ def is_success(error: BaseException | None) -> bool:
 
 
 def failure_of(error: BaseException, engine: RankEngine) -> Failure:
-    """Return a description, for the notebook, of an exception that has just been caught."""
+    """Describe an exception that has just been caught, as a ``Failure`` for the notebook."""
     error = explained(error)
     return Failure(
         rank=engine.group.rank,
@@ -191,7 +191,7 @@ def failure_of(error: BaseException, engine: RankEngine) -> Failure:
 def line_of(error: BaseException) -> int:
     """Return the line of the cell or script at which an error occurred; 0 if it occurred elsewhere.
 
-    Lines of functions that another cell defines do not count.
+    If a function that another cell defines raised the error, return the line of the function call.
     """
     found = [
         (frame.f_code.co_filename, line)
@@ -202,7 +202,7 @@ def line_of(error: BaseException) -> int:
 
 
 def said_by(error: BaseException) -> str:
-    """Return an exception's message."""
+    """Return the text that the notebook shows as an exception's message."""
     if isinstance(error, BdbQuit):
         return "quit ends the debugger and the cell; use continue to run the rest of the cell"
     return text_of(error.msg if isinstance(error, SyntaxError) else error)
@@ -213,7 +213,7 @@ class UnusedParametersError(RuntimeError):
 
 
 def explained(error: BaseException) -> BaseException:
-    """Return the error, or a new error that names the parameters if DDP waits for gradients."""
+    """Return an error that names the unused parameters if DDP waits for them; else ``error``."""
     numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
     for frame, _ in traceback.walk_tb(error.__traceback__):
         model = frame.f_locals.get("self")
@@ -273,7 +273,7 @@ def is_plain(error: BaseException) -> bool:
 def from_first(
     frames: TracebackType | None, is_wanted: Callable[[FrameType], bool]
 ) -> TracebackType | None:
-    """Return a traceback from its first wanted frame on; None if no frame is wanted."""
+    """Return the part of a traceback from the first wanted frame on; None if none is wanted."""
     while frames is not None and not is_wanted(frames.tb_frame):
         frames = frames.tb_next
     return frames
@@ -292,7 +292,7 @@ def end_at_users(frames: TracebackType | None) -> None:
 def release_frames(error: BaseException) -> None:
     """Clear the variables of an interrupted cell's frames, so that a DataLoader's workers end.
 
-    IPython keeps the last traceback, which holds the variables and loops of each frame.
+    IPython keeps the last traceback, and the traceback keeps the variables of each frame alive.
     """
     for each in chain_of(error):
         traceback.clear_frames(each.__traceback__)

@@ -16,11 +16,11 @@ from typing import Any, Final, NamedTuple
 from ddpnb.protocol.processes import as_socket
 
 SETTLE_SECONDS: Final = 1.0
-"""Maximum wait in seconds for bytes that are under way, before ``bytes_sent`` returns."""
+"""Maximum time in seconds that ``bytes_sent`` waits for bytes that are under way."""
 
 
 class Address(NamedTuple):
-    """One end of a connection."""
+    """The IP address and the port of one end of a TCP connection."""
 
     ip: str
     port: int
@@ -37,7 +37,7 @@ class TcpConnection(NamedTuple):
 
 
 class SocketTraffic(NamedTuple):
-    """The traffic of a TCP connection so far."""
+    """The number of bytes that a TCP connection has transferred so far, in each direction."""
 
     num_bytes_acked: int
     """Number of bytes that were sent and acknowledged."""
@@ -51,13 +51,13 @@ Ends = tuple[Address, Address]
 
 
 def ends_of(pids: Collection[int]) -> set[Ends]:
-    """Return the ends of all TCP connections of the given processes, which this user must own."""
+    """Return both ends of each TCP connection that the given processes of this user have open."""
     connections = _connections_by_inode()
     return {connections[each] for pid in pids for each in _inodes(pid) if each in connections}
 
 
 def _inodes(pid: int) -> set[str]:
-    """Return the inodes of a process's sockets."""
+    """Return the inode numbers of all sockets that a process has open."""
     found = set()
     with contextlib.suppress(OSError):  # the process has ended
         for each in os.scandir(f"/proc/{pid}/fd"):
@@ -68,7 +68,7 @@ def _inodes(pid: int) -> set[str]:
 
 
 def _connections_by_inode() -> dict[str, Ends]:
-    """Return the system's TCP connections, with their sockets' inodes as keys.
+    """Return a dict that maps the inode number of each TCP socket to both ends of its connection.
 
     psutil would give only one process per connection, but the ``DataLoader`` workers of a rank
     share the rank's sockets.
@@ -93,7 +93,7 @@ def _read_address(text: str, family: socket.AddressFamily) -> Address:
 
 
 def own_connections() -> Iterator[TcpConnection]:
-    """Yield the open TCP connections of this process, without reading the system's list."""
+    """Yield the open TCP connections of this process, without reading ``/proc/net/tcp``."""
     for fd in sorted(map(int, os.listdir("/proc/self/fd"))):
         # The file may have been closed, may not be a socket, or may not be connected.
         with contextlib.suppress(OSError), as_socket(fd) as end:
@@ -102,7 +102,7 @@ def own_connections() -> Iterator[TcpConnection]:
 
 
 def shut_down(fd: int, how: int = socket.SHUT_RDWR) -> bool:
-    """End all waits at a socket without closing it; return True if the socket was connected."""
+    """Shut a socket down to end all waits, without closing it; return True if it was connected."""
     try:
         with as_socket(fd) as end:
             end.shutdown(how)
@@ -112,7 +112,7 @@ def shut_down(fd: int, how: int = socket.SHUT_RDWR) -> bool:
 
 
 def traffic_of(fd: int) -> SocketTraffic | None:
-    """Return the traffic of a TCP connection; None if the system does not report it."""
+    """Return the traffic of a TCP connection, or None if the system does not report the traffic."""
     with contextlib.suppress(OSError, struct.error), as_socket(fd) as end:
         info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
         num_unacked, acked, received, unsent = _TCP_INFO.unpack(info)

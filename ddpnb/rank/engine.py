@@ -1,4 +1,4 @@
-"""A rank's process: an ipyparallel engine that serves calls, and a control thread (ranks)."""
+"""Runs a rank's process: an ipyparallel engine for calls and a thread for commands (ranks)."""
 
 import faulthandler
 import json
@@ -54,20 +54,20 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
     group = Instance(Group)
     adopted_group = Instance(AdoptedGroup)
     notebook_folder = ""
-    """The notebook's working folder at the time of its last call to this rank."""
+    """The notebook's working folder when the notebook last called this rank."""
     sending: "Sending"
     publisher: Any = None
-    """The publisher of the cell or run in progress."""
+    """The publisher of this rank's latest cell; None before the first cell."""
     answers = Instance(SimpleQueue, ())
-    """Queue of the lines that the user types to debug this rank; None if no more lines follow.
+    """Lines that the user types to debug this rank.  A None entry means that no more lines follow.
 
-    The debugger also reads the queue.  It cannot step into ``SimpleQueue``, because that is C code.
+    The debugger reads this queue, and it cannot step into ``SimpleQueue``, which is C code.
     """
     stop_wanted = Instance(threading.Event, ())
-    """Set when the run in progress should end early."""
+    """An event that is set when the run in progress should end early."""
 
     async def complete_registration(self, *args: Any) -> None:
-        """Prepare the shell as soon as the engine has created it."""
+        """Prepare the IPython shell as soon as the engine has created the shell."""
         await super().complete_registration(*args)
         self.session.send = self.sending = Sending(self.session.send)
         self.log.setLevel(self.log_level)  # ipyparallel's DEBUG logs five records per cell
@@ -91,22 +91,22 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
 
 
 class Sending:
-    """Filters out unneeded status messages, because the messages of many ranks add up.
+    """Sends an engine's messages, but drops unneeded status messages, because many ranks send them.
 
-    ``Sending`` drops messages that report the beginning of a call.  It also drops the message that
-    ends a cell's output if the cell had no output, because the cell's result already says so.
+    ``Sending`` drops messages that report the beginning of a call.  If a cell's result says that
+    the cell had no output, ``Sending`` also drops the message that ends the cell's output.
     """
 
     def __init__(self, send: Callable[..., Any]) -> None:
         self._send = send
         self._silent_cell: str | None = None
         self.num_outputs = 0
-        """Number of messages sent so far, without status messages and results of calls."""
+        """Number of messages sent so far, not counting status messages and results of calls."""
 
     def __call__(
         self, stream: Any, msg_or_type: Any, content: Any = None, *args: Any, **options: Any
     ) -> Any:
-        """Send a message as ``Session.send`` does, unless it is filtered out."""
+        """Send a message as ``Session.send`` does, unless the message is unneeded."""
         if msg_or_type == "status":
             is_silent = id_of(options.get("parent")) == self._silent_cell
             if is_silent or content == {"execution_state": "busy"}:
@@ -128,7 +128,7 @@ class Sending:
 
 
 def id_of(request: Any) -> str:
-    """Return the id of a request to the rank; empty if there is no request."""
+    """Return the id of a request to the rank; an empty string if there is no request."""
     return str(request["header"].get("msg_id", "")) if request else ""
 
 
@@ -136,8 +136,8 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     """Join the process group, then serve as an ipyparallel engine until the process ends.
 
     Args:
-        settings: the rank's settings from ``cluster.placement.rank_settings``, and as
-            ``engine_arguments`` the command line for ipyparallel.
+        settings: the rank's settings from ``cluster.placement.rank_settings``.  An additional
+            entry, ``engine_arguments``, is the command line for ipyparallel.
         pipe: the pipe to the fork server.
         folder: the cluster's private run folder.
     """

@@ -36,7 +36,7 @@ JOIN_TIMEOUT = timedelta(seconds=60)
 RETURN_TIMEOUT = timedelta(seconds=20)
 """Maximum time for a rank to reconnect to the store.  The kernel waits during this time."""
 MEET_SECONDS_PER_RANK = 0.001
-"""Seconds between two checks whether all ranks have joined, divided by the number of ranks."""
+"""With N ranks, a rank checks every N * MEET_SECONDS_PER_RANK seconds if all ranks are ready."""
 
 ABORT_SECONDS = 10.0
 """Maximum time in seconds that ``Group.abort`` waits for NCCL to abort."""
@@ -62,8 +62,8 @@ class Group:
 
     On one host, the ranks form a group through a ``FileStore`` inside the private run folder.  Each
     group has a new generation number and a new file, so ranks never read the keys of an old group.
-    On several hosts, the ranks use a ``TCPStore`` in rank 0's process.  The keys of each generation
-    have another prefix.
+    On several hosts, the ranks use a ``TCPStore`` in rank 0's process.  In this store, the prefix
+    of each key contains the group's generation number.
     """
 
     rank: int
@@ -71,7 +71,7 @@ class Group:
     world_size: int
     local_world_size: int
     master: Address
-    """Address of the store for several hosts.  Cells may change the address in ``os.environ``."""
+    """Address of the store for ranks on several hosts, even if a cell changes ``MASTER_ADDR``."""
     backend: str
     device: torch.device
     folder: Path
@@ -84,7 +84,7 @@ class Group:
     joined_ns: int = 0
     """Time at which the group was formed, from ``time.time_ns()``."""
     cancellation: CancellationToken = field(default_factory=CancellationToken)
-    """Ends waits outside the process group.  Each process group gets a new token."""
+    """Ends this rank's waits outside the process group.  Each process group gets a new token."""
     collective_checks: MismatchCheck = field(default_factory=MismatchCheck)
     """Raises an error if a collective does not match the other ranks' collectives."""
 
@@ -127,7 +127,7 @@ class Group:
         assert total.item() == self.world_size
 
     def _meet(self, store: dist.Store) -> None:
-        """Wait until all ranks are ready to form the group.  Only this part can be aborted."""
+        """Wait until all ranks are ready to form the group.  ``abort`` can end this wait."""
         if store.add("here", 1) == self.world_size:
             store.set("all here", "")
         deadline = time.monotonic() + JOIN_TIMEOUT.total_seconds()
@@ -151,14 +151,14 @@ class Group:
         return dist.PrefixStore(f"group-{generation}", store)
 
     def leave(self) -> None:
-        """Leave the group, if there is one; raise ``RuntimeError`` if the abort takes too long."""
+        """Leave the group, if there is one; raise ``RuntimeError`` if NCCL cannot abort in time."""
         if not dist.is_initialized():
             return
         if self.can_abort:  # destroying the group would wait for ranks that may have ended
             if self.device.type == "cuda" and not self.cancellation.is_aborted:
                 ends_in_time([lambda: torch.cuda.synchronize(self.device)], DRAIN_SECONDS)
             if not abort_groups(ABORT_SECONDS):
-                raise RuntimeError(f"{self.backend} could not abort. Restart this rank.")
+                raise RuntimeError(f"{self.backend} could not abort the group. Restart this rank.")
         with contextlib.suppress(RuntimeError):  # the connections of an aborted group are closed
             destroy_process_group()
 
@@ -172,9 +172,9 @@ class Group:
 
         ``peers``: process ids of the other ranks on this host.
 
-        Call this method from a thread that does not wait.  NCCL's communicators are aborted first.
-        Gloo cannot end a wait, so ``abort`` shuts down the TCP connections of all groups between
-        this process and its peers.  Calls that wait for a peer then raise ``RuntimeError``.
+        Call this method from a thread that does not wait for other ranks.  NCCL's communicators are
+        aborted first.  Gloo cannot end a wait, so ``abort`` shuts down all groups' TCP connections
+        to the peers.  Calls that wait for a peer then raise ``RuntimeError``.
         Afterwards the group is unusable, until ``join`` forms the next group.
         """
         if self.can_abort and dist.is_initialized() and not abort_groups(ABORT_SECONDS):
@@ -190,8 +190,8 @@ class Group:
         """Return True if a connection probably leads to a rank on another host.
 
         A lost host cannot report the connections of its ranks.  So a connection to another host
-        counts if the system chose both ports (ephemeral ports).  A service on the other host that
-        the user's code connects to has a fixed port outside the range of ephemeral ports.
+        counts as a rank's connection if the system chose both ports (ephemeral ports).  If the
+        user's code connects to a service on the other host, the service has a fixed port.
         """
         if connection.raddr.ip not in self.peers:
             return False
@@ -235,7 +235,7 @@ class Group:
 
 
 def store_server(address: str, port: int) -> dist.TCPStore:
-    """Return a store that listens at one address, not at all addresses as torch's store does."""
+    """Return a store that listens only at ``address``.  Torch's store listens at all addresses."""
     listener = socket.create_server((address, port), backlog=1024)
     return dist.TCPStore(
         address,
@@ -248,19 +248,19 @@ def store_server(address: str, port: int) -> dist.TCPStore:
 
 
 def abort_groups(seconds: float) -> bool:
-    """Abort all process groups and sub-groups of this rank; return True if all ended in time.
+    """Abort all process groups and sub-groups of this rank; return True if all aborts end in time.
 
-    A call that waits on the CPU then raises an error.  A call that waits on a GPU leaves a
-    meaningless tensor.  Aborted groups stay registered, so the next call reports the abort.
+    A collective that waits on the CPU then raises an error.  A collective that waits on a GPU ends
+    with a meaningless tensor.  Aborted groups stay registered, so the next call reports the abort.
     Torch's ``_abort_process_group`` would remove groups while another thread uses them.  Each abort
-    runs in a thread, because an abort may take as long as the group's timeout or wait for another.
+    runs in a thread, because it may last until the group's timeout or wait for another abort.
     """
     groups = torch_internals.process_groups()
     return ends_in_time([group.abort for group in groups], seconds)
 
 
 def ends_in_time(calls: Sequence[Callable[[], object]], seconds: float) -> bool:
-    """Make all calls at once, in threads; return True if all calls succeed within ``seconds``.
+    """Run all calls at once, in threads; return True if all calls succeed within ``seconds``.
 
     Python prints the exceptions of these threads.
     """

@@ -22,10 +22,10 @@ from ddpnb.rank.collectives.intercept import Listener
 from ddpnb.rank.collectives.table import Call
 
 Phase = Literal["data", "forward", "backward", "communication", "optimizer", "waiting"]
-"""Name of a phase of a step.  Phases never overlap.  Each is a field of ``messages.Parts``."""
+"""Name of a step's phase.  Phases never overlap.  Each phase is a field of ``messages.Parts``."""
 
 Moment = Any
-"""A point in time on the device's own clock, from ``Meter.moment``."""
+"""A timestamp of the device's own clock, returned by ``Meter.moment``."""
 
 
 def synchronize(device: torch.device) -> None:
@@ -53,17 +53,17 @@ class Traffic(NamedTuple):
 def completed(
     step: StepEvent, seconds: float, parts: Parts, values: Mapping[str, Tensor]
 ) -> StepEvent:
-    """Return the event of a finished step; ``values`` are the step's loss and metrics."""
+    """Return a step's event with its duration, phases, loss and metrics (from ``values``)."""
     numbers = {name: value.item() for name, value in values.items()}
     return replace(step, seconds=seconds, parts=parts, loss=numbers.pop("loss"), metrics=numbers)
 
 
 class Meter:
-    """Counts one worker's communication: its exposed seconds, hidden seconds and bytes.
+    """Measures one worker's communication: exposed seconds, hidden seconds and bytes.
 
     A message that does not block the worker is hidden until the worker waits for the message.  In
-    DDP's backward pass, C++ code waits for messages.  These messages count as hidden until the last
-    message is issued.  The rest of the backward pass counts as exposed.
+    DDP's backward pass, C++ code waits for messages.  Communication in this pass counts as hidden
+    until DDP issues the last message.  The rest of the backward pass counts as exposed.
 
     Subclasses have a clock that divides the time of a step into phases.  This base class measures
     no time.
@@ -81,14 +81,14 @@ class Meter:
         self._received += received
 
     def take(self) -> Traffic:
-        """Return the number of bytes counted since the previous call of ``take``."""
+        """Return the number of bytes sent and received since the previous call of ``take``."""
         taken = Traffic(self._sent, self._received)
         self._sent = self._received = 0
         return taken
 
     @contextlib.contextmanager
     def communicating(self, phase: Phase = "communication") -> Iterator[None]:
-        """Count the time in this context as ``phase``: exposed communication or waiting."""
+        """Count the time in this context as ``phase``: ``"communication"`` or ``"waiting"``."""
         before = self.begin(phase)
         try:
             yield
@@ -106,7 +106,7 @@ class Meter:
 
     @contextlib.contextmanager
     def awaited(self) -> Iterator[None]:
-        """Count issued messages as hidden until now, and as exposed inside this context."""
+        """Count time since the first message as hidden, and time inside the context as exposed."""
         if self._num_in_flight:
             self.hide(self._first, self.moment())
             self._num_in_flight = 0
@@ -114,7 +114,7 @@ class Meter:
             yield
 
     def backward_ended(self) -> None:
-        """Split the finished backward pass at the moment when its last message was issued."""
+        """After a backward pass, count the time since its last message as communication."""
         if self._num_in_flight:
             self.hide(self._first, self._last)
             self.begin("communication", at=self._last)
@@ -123,7 +123,7 @@ class Meter:
     # -- the clock: these methods do nothing in this class ------------------------------------
 
     def begin(self, phase: Phase, at: Moment = None) -> Phase:
-        """Count the time from now on as ``phase``, or from the moment ``at`` if it is given.
+        """Begin a phase now, or at the timestamp ``at`` if ``at`` is given.
 
         Returns:
             The previous phase.
@@ -131,15 +131,15 @@ class Meter:
         return phase
 
     def moment(self) -> Moment:
-        """Return the current moment without waiting for the device."""
+        """Return the current timestamp without waiting for the device."""
 
     def hide(self, begun: Moment, ended: Moment) -> None:
-        """Count communication between two moments as hidden behind other work."""
+        """Count the communication between two timestamps as hidden behind other work."""
 
     # On emulated devices (``laboratory``), the methods below advance the computed time.
 
     scale = 1.0
-    """Number of bytes of the emulated model per byte of the trained model."""
+    """Size of the emulated model in bytes, divided by the size of the trained model in bytes."""
 
     def begin_step(self, num_samples: int) -> None:
         """Begin a step of this worker on ``num_samples`` samples."""
@@ -155,13 +155,13 @@ class Meter:
         """Record that this worker now needs the results of its computation."""
 
     def exchange(self, num_messages: int, num_bytes: float, *, is_scaled: bool = True) -> None:
-        """Exchange messages, of ``num_bytes`` bytes in total, with other devices of this process.
+        """Record an exchange of ``num_bytes`` bytes between this process's devices.
 
         ``is_scaled`` is True for parameters and gradients, and False for samples and outputs.
         """
 
     def wait_until(self, end: float) -> None:
-        """Wait for another worker until the computed time ``end``."""
+        """Record that this worker waits for another worker until the computed time ``end``."""
 
 
 @final

@@ -1,7 +1,8 @@
 """Adapts IPython to a rank, because a rank has no frontend (ranks).
 
-A rank can only send output to the notebook.  So a rank prints text that would otherwise appear in a
-pager or a widget, and the output of forked children.  Functions that need a prompt raise an error.
+A rank can send output to the notebook, but can receive input from it only in the debugger.  So a
+rank prints text that would otherwise appear in a pager or a widget.  A rank also prints the output
+of forked processes.  Outside the debugger, functions that ask for input raise an error.
 """
 
 import builtins
@@ -30,7 +31,7 @@ CANNOT_ASK = (
 )
 
 AROUND = ("IPython.*", "ipykernel.*", "ddpnb.*")
-"""Modules in which the debugger does not stop.  A cell's last line returns to these modules."""
+"""Modules in which the debugger does not stop, for example after the last line of a cell."""
 
 
 def prepare(shell: Any) -> None:
@@ -49,7 +50,7 @@ def prepare(shell: Any) -> None:
 
 
 def end_cells_with_exit(shell: Any) -> None:
-    """Make ``exit()`` and ``quit()`` end the cell, because IPython's functions end the rank.
+    """Make ``exit()`` and ``quit()`` end the cell.  IPython's own functions would end the rank.
 
     Python's ``exit`` would close stdin, and the next opened file would get stdin's descriptor.
     """
@@ -59,7 +60,7 @@ def end_cells_with_exit(shell: Any) -> None:
 
 
 def use_text_bars() -> None:
-    """Make tqdm draw progress bars as text, because its widgets do not move on a rank."""
+    """Make tqdm draw progress bars as text, because a rank cannot update tqdm's widgets."""
     with contextlib.suppress(ImportError):  # tqdm may be missing
         std = importlib.import_module("tqdm.std")
         for name in ("autonotebook", "notebook"):
@@ -73,7 +74,7 @@ def refuse(*args: object, **options: object) -> NoReturn:
 
 
 def completions(shell: Any, source: str, offset: int) -> tuple[str, list[tuple[str, str]]]:
-    """Return the text to replace before ``offset``, and its completions with their kinds."""
+    """Return the text that the completions replace, and the completions as (text, kind) pairs."""
     with provisionalcompleter():
         found = list(rectify_completions(source, shell.Completer.completions(source, offset)))
     start = found[0].start if found else offset
@@ -81,7 +82,7 @@ def completions(shell: Any, source: str, offset: int) -> tuple[str, list[tuple[s
 
 
 def description(shell: Any, source: str, offset: int, detail_level: int) -> dict[str, str]:
-    """Return the help for the name at ``offset`` as a MIME bundle; empty if the name is unknown."""
+    """Return the help for the name at ``offset`` as a MIME bundle, empty if the name is unknown."""
     try:
         bundle = shell.object_inspect_mime(token_at_cursor(source, offset), detail_level)
     except KeyError:
@@ -91,10 +92,10 @@ def description(shell: Any, source: str, offset: int, detail_level: int) -> dict
 
 @contextlib.contextmanager
 def questions(spec: CellSpec, rank: int, answers: "SimpleQueue[str | None]") -> Iterator[None]:
-    """Make ``input`` and ``breakpoint`` on the debugged rank ask the notebook during a cell.
+    """Route the debugged rank's ``input`` and ``breakpoint`` to the notebook during a cell.
 
-    The control thread of the debugged rank puts the user's lines into ``answers``.  The other ranks
-    do not stop at ``breakpoint()``.
+    The debugged rank's control thread puts the lines that the user types into ``answers``.  The
+    other ranks do not stop at ``breakpoint()``.
     """
     if spec.debug_rank is None:
         yield
@@ -115,7 +116,7 @@ def questions(spec: CellSpec, rank: int, answers: "SimpleQueue[str | None]") -> 
 
 
 def ask(prompt: Prompt, answers: "SimpleQueue[str | None]") -> str:
-    """Publish a prompt of ``input``, and return the line that the user types.
+    """Show a prompt in the notebook, and return the line that the user types.
 
     If the kernel is interrupted or another kernel connects, raise ``EOFError``.
     """
@@ -130,9 +131,9 @@ def ask(prompt: Prompt, answers: "SimpleQueue[str | None]") -> str:
 
 
 def write_to_descriptors() -> None:
-    """Make a forked child print to its file descriptors, which the rank reads.
+    """Make a forked process print to its file descriptors, from which the rank reads the output.
 
-    IPython's streams would not print in a child, because their thread exists only in the parent.
+    IPython's streams cannot print in a forked process, because it lacks the streams' thread.
     """
     for number, name in ((1, "stdout"), (2, "stderr")):
         if isinstance(getattr(sys, name), OutStream):  # else the user replaced it

@@ -1,4 +1,4 @@
-"""Finds the user's code on the stack (ranks)."""
+"""Finds the frames of the user's code on the call stack (ranks)."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ import torch
 CELLS = f"{os.sep}ipykernel_"
 """Part of the file name that IPython gives to the code of each cell."""
 BACKWARD = torch.autograd.backward.__code__.co_filename
-"""Path of the torch file that computes gradients."""
+"""Path of the torch file that starts a backward pass."""
 OWN_FOLDER = str(Path(__file__).parents[1])
 MAX_FRAMES: Final = 60
 """Maximum number of frames in which ``users_line`` looks for the user's code."""
@@ -27,7 +27,7 @@ def outward(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def is_users(frame: FrameType) -> bool:
-    """Return True if a frame runs a cell or a script, with the module name ``__main__``.
+    """Return True if a frame runs the user's code: a cell or a script in the module ``__main__``.
 
     ipyparallel's own call and the fork server's first module also have the name ``__main__``, but
     they are not the user's code.

@@ -6,8 +6,8 @@ The report has three sources:
   ``torch.distributed`` or a shared-memory all-reduce in progress.
 - Torch's flight recorder lists the collectives in progress, including the collectives of DDP.  The
   recorder's entries for NCCL show the collective in which a GPU waits.
-- The operating system shows if the main thread sleeps on a lock, as in a collective of gloo.  While
-  a thread waits for a GPU, it polls instead of sleeping.
+- The operating system shows if the main thread sleeps on a lock.  A thread sleeps on a lock during
+  a collective of gloo.  While a thread waits for a GPU, it polls instead of sleeping.
 """
 
 import inspect
@@ -40,7 +40,7 @@ GPU_SECONDS = 1.0
 """Seconds after which a collective on a GPU counts as waiting for another rank."""
 
 POINT_TO_POINT = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
-"""Calls between two ranks, each with the name of the argument for the other rank."""
+"""Maps each call between two ranks to the name of the argument that gives the other rank."""
 
 
 def rank_status(group: Group, shell: Any) -> RankStatus:
@@ -85,8 +85,8 @@ def cell_number(shell: Any, filename: str) -> int:
 def users_stack() -> list[str]:
     """Return the main thread's stack, one string per frame.
 
-    The stack begins at the outermost frame of the user's code.  If there is no such frame, the
-    stack begins at the training loop.
+    The stack begins at the outermost frame of the user's code.  If no frame runs the user's code,
+    the stack begins at the training loop.
     """
     frames = main_thread_frames()
     users = [n for n, frame in enumerate(frames, 1) if is_users(frame)]
@@ -100,14 +100,14 @@ def main_thread_frames() -> list[FrameType]:
 
 
 def in_file(frames: list[FrameType], path: str) -> bool:
-    """Return True if any of the frames runs code of a file."""
+    """Return True if any of the frames runs code from the file ``path``."""
     return any(frame.f_code.co_filename == path for frame in frames)
 
 
 def distributed_call(frames: list[FrameType]) -> tuple[str, int | None]:
     """Return the name of the ``torch.distributed`` call in progress, and the other rank if known.
 
-    The name is empty if no call is in progress.  Only sends and receives have another rank.
+    The name is empty if no call is in progress.  Only sends and receives name another rank.
     """
     inside = [frame for frame in frames if frame.f_code.co_filename == DISTRIBUTED]
     if not inside:
@@ -119,7 +119,7 @@ def distributed_call(frames: list[FrameType]) -> tuple[str, int | None]:
 
 
 def sleeps_on_lock() -> bool:
-    """Return True if the main thread sleeps on a lock, or if the system does not show this."""
+    """Return True if the main thread sleeps on a lock, or if the system does not report that."""
     number = FUTEX.get(platform.machine())
     try:
         call = Path(f"/proc/self/task/{os.getpid()}/syscall").read_text()

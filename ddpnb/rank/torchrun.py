@@ -3,8 +3,8 @@
 Code for torchrun forms the default process group and destroys the group at the end.  On a rank,
 ddpnb has already formed a default group, and ``init_process_group`` uses this group.
 ``destroy_process_group`` only hides the group until the code forms a group again or the cell ends.
-So neither call waits for other ranks, and ddpnb can still abort and replace the group.  Each script
-gets a private ``__main__``.
+So neither function waits for other ranks, and ddpnb can still abort and replace the group.  Each
+script runs in a private ``__main__`` module.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from ddpnb.rank.random_state import preserve_globals, seed_everything
 
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 UNNAMED = (None, "", "undefined", -1)
-"""Values for arguments of ``init_process_group`` that let torch choose."""
+"""If an argument of ``init_process_group`` has one of these values, torch chooses the setting."""
 
 INSTALLED = f"{os.sep}site-packages{os.sep}"
 
@@ -43,7 +43,7 @@ _scripts_modules: set[str] = set()
 def refuse_launchers(num_ranks: int) -> None:
     """Make the launchers of Lightning and accelerate raise ``UserError`` on a rank.
 
-    Processes that such a launcher starts would wait for each other forever.  Other code may still
+    Processes that such a launcher starts would wait for each other forever.  Other code can still
     start processes.
     """
     processes: Any = torch.multiprocessing
@@ -82,7 +82,7 @@ class AdoptedGroup:
 
     @contextlib.contextmanager
     def during(self) -> Iterator[None]:
-        """Return a context for user code, after which the default group is visible again."""
+        """Return a context for the user's code, which makes a hidden group visible at the end."""
         try:
             yield
         finally:
@@ -107,7 +107,7 @@ class AdoptedGroup:
         return init_process_group
 
     def _check(self, asked: dict[str, Any]) -> None:
-        """Raise ``UserError`` if the given arguments do not match the cluster's group."""
+        """Raise ``UserError`` if ``init_process_group`` asks for another backend, size or rank."""
         group = self._group
         if (backend := asked.get("backend")) not in UNNAMED:
             asked["backend"] = backend_on(group.device.type, str(backend))
@@ -148,7 +148,7 @@ def process_of(script: Script, device: torch.device) -> Iterator[None]:
     The end of the context restores ``sys.argv``, ``sys.path``, the working folder and the random
     state.  The next script imports modules from the script's folder again, because the user may
     have edited these modules.  Enter and leave the context while SIGINT is ignored.  Otherwise an
-    interrupt could leave some changes in place.
+    interrupt could prevent the context from undoing all changes.
     """
     main, argv, path, cwd = sys.modules["__main__"], sys.argv[:], sys.path[:], Path.cwd()
     folder = Path(script.path).resolve().parent if script.path else cwd

@@ -17,17 +17,17 @@ from ddpnb.protocol.messages import REMEDIES, RunSpec, StaleVariable
 from ddpnb.protocol.variables import Parcel, dump, load, opened, packed, receive
 
 REPLACED = (FunctionType, type, ModuleType, int, float, complex, str, bytes, type(None))
-"""Types of functions, classes and constants.  Training cannot change such values in place."""
+"""Types of functions, classes and constants.  Training cannot modify values of these types."""
 
 MAX_ITEMS = 1000
-"""Maximum number of items in a container that is searched for process groups."""
+"""Containers with more items than this are not searched for process groups."""
 
 
 def take(parcel: Parcel, namespace: dict[str, Any]) -> None:
-    """Put a parcel's variables into the namespace; change no variable if an error occurs.
+    """Put a parcel's variables into the namespace.  If an error occurs, change no variable.
 
     The parcel also contains the variables that its functions use.  If this rank already has such a
-    variable, the rank keeps its value, unless the value is a function, a class or a constant.
+    variable, the rank keeps its old value unless the value is a function, a class or a constant.
     """
     own = dict(namespace)
     try:
@@ -42,7 +42,7 @@ def take(parcel: Parcel, namespace: dict[str, Any]) -> None:
 
 
 _functions: dict[str, list[Any]] = {}
-"""The pickled functions of the latest ``ddpnb.compare`` call, with the call's key."""
+"""Maps the key of the latest ``ddpnb.compare`` call to the call's pickled functions."""
 
 
 def keep_functions(key: str, parcel: Parcel) -> None:
@@ -52,10 +52,10 @@ def keep_functions(key: str, parcel: Parcel) -> None:
 
 
 def notebook_functions(key: str, namespace: dict[str, Any]) -> Any:
-    """Return the functions stored under a key, with ``namespace`` as their global variables.
+    """Return the functions of a ``ddpnb.compare`` call, with ``namespace`` as global variables.
 
-    The cell that ddpnb generates for the comparison calls this function once per run.  So no run
-    sees changes that another run has made.
+    The cell that ddpnb generates for the comparison calls this function once per run, and each call
+    loads new copies.  So no run sees changes that another run has made.
     """
     if key not in _functions:
         raise UserError(
@@ -73,7 +73,7 @@ class TrainedModels:
         """Run id, model and final weights for each pair of strategy and learning rate."""
 
     def keep(self, spec: RunSpec, model: object) -> None:
-        """Keep a run's model, and drop the model of the previous repeat."""
+        """Keep a run's model, and drop the model of the strategy's previous repeat."""
         if spec.comparison != self._comparison:
             self._comparison = spec.comparison
             self._kept.clear()
@@ -82,7 +82,7 @@ class TrainedModels:
             self._kept[spec.strategy, spec.learning_rate] = spec.run_id, model, weights
 
     def of(self, run_id: str) -> nn.Module:
-        """Return the model of a run, on the CPU and without gradients."""
+        """Return the trained model of a run, on the CPU and without gradients."""
         for kept_id, model, weights in self._kept.values():
             if kept_id == run_id:
                 model.load_state_dict(weights)
@@ -102,12 +102,12 @@ def give(
     classes: Collection[str],
     num_copies: int,
 ) -> Parcel:
-    """Evaluate an expression and return its value.  Errors of evaluation and pickling are raised.
+    """Evaluate an expression and return its pickled value; raise any error of these two steps.
 
     Args:
-        rank: this rank.  The rank writes a large value to the file ``path-rank``.  The kernel
-            removes the file once the kernel has the answer or stops waiting.  If the file is
-            missing, the expression is not evaluated.
+        rank: this rank's number.  The rank writes a large value to the file ``path-rank``.  The
+            kernel removes the file once the kernel has the answer or stops waiting.  If the file is
+            missing, ``give`` raises ``TimeoutError`` and does not evaluate the expression.
         namespace: the variables of this rank's cells.
         expression: the user's expression.
         path: the beginning of the file's path.  If the kernel is on another host, ``path`` is empty
@@ -126,7 +126,7 @@ def give(
 
 
 def stale_variables(namespace: Mapping[str, object]) -> list[StaleVariable]:
-    """Return the variables that hold a process group, one level deep or anywhere in a module."""
+    """Return the variables that hold a process group directly, in an item or in a submodule."""
     found: list[StaleVariable] = []
     for name, value in namespace.items():
         if name.startswith("_") or name in ("In", "Out"):  # IPython's history
@@ -139,14 +139,14 @@ def stale_variables(namespace: Mapping[str, object]) -> list[StaleVariable]:
 
 
 def kind_with_group(value: object) -> str:
-    """Return the name of a value's class in ``REMEDIES``; empty if ``REMEDIES`` lacks the class."""
+    """Return the value's class name if ``REMEDIES`` contains it; otherwise an empty string."""
     # Compared by name, because importing all these classes takes a second.
     names = {c.__name__ for c in type(value).__mro__ if c.__module__.startswith("torch")}
     return next((kind for kind in REMEDIES if kind in names), "")
 
 
 def held_by(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield a value and the values inside it, each with an expression for it, such as ``a[0]``."""
+    """Yield a value and the values in it, each after its Python expression, such as ``a[0]``."""
     if isinstance(value, nn.Module):
         yield from value.named_modules(prefix=name)
         return

@@ -1,4 +1,4 @@
-"""The worker and the batches that a strategy gets (ranks)."""
+"""Defines the worker and the batches with which a strategy trains (ranks)."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Activations:
         self.is_due = is_due
         """True if the next forward pass is measured."""
         self.num_bytes = 0
-        """Number of bytes that autograd kept, without the parameters; 0 if unknown."""
+        """Number of bytes that autograd kept, not counting the parameters; 0 if unknown."""
         self._kept: dict[int, torch.UntypedStorage] = {}
 
     def of(self, forward: Callable[[], Tensor], model: nn.Module) -> Tensor:
-        """Return the loss of a forward pass.  If ``is_due``, measure the memory of that pass."""
+        """Run a forward pass and return the loss.  If ``is_due``, measure the pass's memory."""
         if not self.is_due:
             return forward()
         try:
@@ -56,7 +56,7 @@ class Activations:
         return loss
 
     def hooks(self) -> AbstractContextManager[object]:
-        """Return a context that measures this thread's part of the forward pass."""
+        """Return a context that measures the memory of this thread's part of a forward pass."""
         return saved_tensors_hooks(self._keep, lambda kept: kept) if self.is_due else nullcontext()
 
     def _keep(self, tensor: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class Worker:
     """Makes a new plain model on ``device``, with the initial weights of the training."""
     training_step: StepFunction = CLASSIFY
     make_optimizer: OptimizerFactory
-    """Makes the optimizer of some parameters, with its scheduler and gradient clipping."""
+    """Makes an optimizer for the given parameters, with its scheduler and gradient clipping."""
     device: torch.device
     rank: int
     world_size: int
@@ -92,7 +92,7 @@ class Worker:
     name: str
     """A prefix of file names in ``folder``, unique to this training."""
     meter: Meter = field(default_factory=Meter)
-    """Counts seconds and bytes.  Code that sends messages reports the messages to the meter."""
+    """Counts seconds and bytes.  Code that sends messages reports each message to the meter."""
     activations: Activations = field(default_factory=Activations)
     """Measures the memory that autograd keeps for one forward pass."""
     accumulate: int = 1
@@ -113,7 +113,7 @@ class Worker:
     notes: list[str] = field(default_factory=list)
     """Notes to show with the results, such as facts that a strategy finds out in ``setup``."""
     num_prefetched: int = 0
-    """Number of shards that a worker takes in advance, so that their samples can be fetched."""
+    """Number of shards that a worker takes in advance, so that it can fetch the samples early."""
     delay: Callable[[], None] = lambda: None
     """Slows this worker if a fault is injected.  ``delay`` is called in each step, between the
     forward and the backward pass."""
@@ -133,7 +133,7 @@ class Worker:
         return self.optimizers[-1]
 
     def shard(self, number: int) -> Shard:
-        """Return the shard with this number.  The work queue gives shards in number order."""
+        """Return the shard with this number.  The work queue gives shards by ascending number."""
         step, part = divmod(number, self.world_size)
         return Shard(step=step, part=part, num_parts=self.world_size)
 
@@ -152,7 +152,7 @@ class Worker:
         loss_of: Callable[[Batch, float], Tensor] | None = None,
         unsynced: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> Tensor:
-        """Run forward and backward on a batch, one micro-batch after the other.
+        """Run the forward and backward passes on a batch, one micro-batch after the other.
 
         Afterwards each parameter's ``grad`` is ``weight`` times the gradient of the mean loss.
 
@@ -161,7 +161,7 @@ class Worker:
             weight: a factor for the gradients, e.g. this worker's share of the global batch.
             model: a wrapped model to call instead of the plain model.
             loss_of: computes a micro-batch's loss from the micro-batch and its share of the batch.
-            unsynced: makes a context for each micro-batch except the last, e.g. DDP's ``no_sync``.
+            unsynced: context of all micro-batches except the last, e.g. DDP's ``no_sync``.
 
         Returns:
             The mean loss over the batch, before any update, as a detached scalar tensor.
@@ -190,9 +190,9 @@ class Worker:
         return self.loss_in(self.training_step(called, batch.tree), share)
 
     def loss_in(self, result: Tensor | Mapping[str, Any], share: float = 1.0) -> Tensor:
-        """Return the loss from the result of the task's step; add other numbers to ``metrics``.
+        """Return the loss in a result of the task's step; add other numbers to ``metrics``.
 
-        ``share``: the fraction of this worker's samples of the step that the result covers.
+        ``share``: number of samples of the result, divided by this worker's samples in the step.
         """
         if isinstance(result, Tensor):
             return result
@@ -227,7 +227,7 @@ class Batch:
         return self.num_samples / self.num_global
 
     def split(self, num_parts: int) -> list[Batch]:
-        """Split the batch into ``num_parts`` micro-batches, or ``most_parts`` if that is fewer."""
+        """Split the batch into ``num_parts`` micro-batches, but at most ``most_parts``."""
         if num_parts == 1:
             return [self]
         num = min(num_parts, self.most_parts or self.num_samples)

@@ -1,4 +1,4 @@
-"""The context of one run, which makes the run's workers, optimizers and batches (ranks)."""
+"""Defines the context of one run, which makes the run's workers and batches (ranks)."""
 
 import contextlib
 from collections import ChainMap
@@ -31,7 +31,7 @@ from ddpnb.rank.worker import Batch, Worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """The surroundings of a run: this rank, its variables and its folder."""
+    """The state, variables and folder of this rank that a run uses."""
 
     state: RankState
     namespace: Mapping[str, object] = field(default_factory=dict)
@@ -41,9 +41,9 @@ class Surroundings:
     filename: str = "<comparison>"
     """The name of the comparison's cell in tracebacks."""
     cancellation: CancellationToken = field(default_factory=CancellationToken)
-    """Ends the run, and waits outside the process group, when the group is aborted."""
+    """If the group is aborted, this token ends the run and all waits outside the process group."""
     rejoin_info: RejoinInfo | None = None
-    """Set if this rank joins a run in progress, without a process group for the run."""
+    """None, unless this rank joins a run in progress without a process group for the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class RunContext:
 
     spec: RunSpec
     here: Surroundings
-    """This rank's surroundings.  The namespace also has the names that the task's cell defines."""
+    """This rank's surroundings.  ``namespace`` also contains the names that the cell defines."""
     plan: Plan
     task: Task
     schedule: BatchSchedule
@@ -130,7 +130,7 @@ class RunContext:
 
     @cached_property
     def laboratory(self) -> Laboratory | None:
-        """The emulated devices; None if time is measured, or if the speed of devices is unknown."""
+        """The emulated devices; None if steps are measured, or if the devices' speed is unknown."""
         emulated = self.spec.emulated
         if emulated is None or emulated.compute is None:
             return None
@@ -163,7 +163,7 @@ class RunContext:
     def source(
         self, shards: Iterable[Shard]
     ) -> contextlib.AbstractContextManager[Iterator[tuple[Shard, Tree]]]:
-        """Return a context that gives an iterator over pairs of a shard and its samples."""
+        """Return a context that provides an iterator over (shard, samples) pairs."""
         if not self.num_data_workers:
             return contextlib.nullcontext((shard, self.fetch(shard)) for shard in shards)
         return prefetching(
@@ -200,7 +200,7 @@ class RunContext:
 
     @property
     def num_data_workers(self) -> int:
-        """Number of processes that fetch samples, from ``--data-workers`` or the DataLoader."""
+        """Number of processes that fetch samples, as set by ``--data-workers`` or a DataLoader."""
         train = self.task.train
         if not isinstance(train, DatasetSamples):  # tensors in memory
             return 0
@@ -208,12 +208,12 @@ class RunContext:
 
     @property
     def is_own(self) -> bool:
-        """True if the user wrote the strategy.  Such a strategy need not use the cell's loss."""
+        """True if the user wrote the strategy.  A user's strategy may ignore the cell's loss."""
         return parse_strategy(self.spec.strategy).name not in STRATEGIES
 
     @property
     def is_evaluated(self) -> bool:
-        """True unless the user wrote the strategy, and the task has neither loss nor measures."""
+        """True if the task has a loss or measures, or if the strategy is a built-in strategy."""
         return self.task.has_loss or self.task.has_measures or not self.is_own
 
     @property

@@ -20,7 +20,7 @@ from ddpnb.rank.tasks.base import CLASSIFY, Supervised, Task, split_step
 from ddpnb.rank.tasks.batches import Tree, moved, permutation, shape_of
 
 MAX_SAMPLES = 10_000
-"""Default maximum number of samples that are evaluated, spread evenly over a larger split."""
+"""Default maximum number of evaluated samples.  Larger splits contribute evenly spaced samples."""
 _BATCH_SIZE = 512
 BATCHNORM_NOTE = (
     "The model's weights are averages, so ddpnb estimates BatchNorm's statistics again on training "
@@ -36,8 +36,8 @@ class Score:
     loss: float = math.nan
     """The mean loss over the samples."""
     accuracy: float = math.nan
-    """The fraction of correct classes, if the loss is the default, cross-entropy.  NaN if the
-    targets are not class numbers (see ``_accuracy``) or if the task has other measures."""
+    """The fraction of correctly predicted classes.  NaN if the loss is not the default loss
+    (cross-entropy), if targets are not class numbers, or if the task has other measures."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The results of the task's ``validation_step`` and ``metric``."""
     num_samples: int = 0
@@ -93,7 +93,7 @@ def score(
 def _measured(
     model: nn.Module, task: Task, batch: Any, *, is_held_out: bool, has_loss: bool
 ) -> tuple[dict[str, float], tuple[Any, Any] | None]:
-    """Return the measures of one batch, and its outputs and targets for the task's metric."""
+    """Return the measures of one batch, and (outputs, targets) or None if no metric needs them."""
     numbers: dict[str, float] = {}
     pair = outputs = None
     if is_held_out and task.validation_step is not None:
@@ -133,7 +133,7 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
 
 
 def _metrics_of(result: Any, function: Callable[..., Any], call: str) -> dict[str, float]:
-    """Return a function's measures by name.  A single number gets the name of the function."""
+    """Return the measures in a function's result as a dict.  A number gets the function's name."""
     if isinstance(result, Mapping):
         return {str(name): number_of(each, f"{call}'s {name!r}") for name, each in result.items()}
     name = getattr(function, "__name__", type(function).__name__)
@@ -141,7 +141,7 @@ def _metrics_of(result: Any, function: Callable[..., Any], call: str) -> dict[st
 
 
 def number_of(value: Any, call: str) -> float:
-    """Return a number, tensor or array as a float; raise ``UserError`` if it is not one number."""
+    """Convert a number, tensor or array to a float; raise ``UserError`` if that is impossible."""
     try:
         if not isinstance(value, str | bytes):
             return float(value.detach() if isinstance(value, Tensor) else value)
@@ -166,7 +166,7 @@ def _joined(*parts: Any) -> Any:
 
 
 def _accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Return the fraction of correct classes; NaN if the targets are not class numbers.
+    """Return the fraction of correctly predicted classes; NaN if targets are not class numbers.
 
     Outputs have shape (N, C, ...) and targets have shape (N, ...), as for cross-entropy.  If each
     sample has several targets, as in text, the fraction is computed per sample and then averaged.
@@ -180,8 +180,7 @@ def _accuracy(outputs: Tensor, targets: Tensor) -> float:
 def has_batchnorm(model: nn.Module) -> bool:
     """Return True if a model in evaluation mode uses BatchNorm statistics that can be estimated.
 
-    Return False for a model with ``SyncBatchNorm``, because one rank cannot estimate its
-    statistics.
+    Return False for a model with ``SyncBatchNorm``, because one rank cannot estimate these layers.
     """
     is_synced = any(isinstance(each, nn.SyncBatchNorm) for each in model.modules())
     return bool(_batchnorms(model)) and not is_synced

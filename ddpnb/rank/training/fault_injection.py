@@ -2,14 +2,14 @@
 
     delay of a step  =  (f * (1 + u) - 1) * c + s
 
-Here c is the time of this worker's forward and backward pass.  This time is measured before the
-run, without communication, so that waiting for other ranks is never multiplied.  The module
-``laboratory`` defines f, s and u.  On emulated devices, a fault slows the device's clock instead.
+Here c is the time of this worker's forward and backward pass.  ddpnb measures c before the run,
+without communication, so c never contains waits for other ranks.  The module ``laboratory`` defines
+f, s and u.  On emulated devices, a fault slows the device's clock instead.
 A slow rank sleeps between its forward and its backward pass, so that its parameters are older and
 its gradient arrives later.  The sleep counts as a part of the forward pass.
 
 A rank is killed between two steps, before the first step that begins at or after the given time.
-The rank first sends all steps that it has finished.  The shard that the rank has taken is lost.
+Before the kill, the rank reports all finished steps.  The rank's unfinished shard is lost.
 
 If one process runs several workers, as in DataParallel, the slowest worker delays the step.
 """
@@ -50,10 +50,10 @@ class FaultInjector:
         self._slow = [fault for fault in map(parse_slow, spec.slow) if fault.rank in workers]
         kills = parse_kills(spec.kill).items() if is_new else ()
         self._kill = min(((at, rank) for rank, at in kills if rank in workers), default=None)
-        """Seconds of training before the kill, and the rank to kill; None if there is no kill."""
+        """Seconds of training before the kill and the rank to kill; None if no rank is killed."""
         self._sleeps = context.laboratory is None and bool(self._slow or spec.jitter)
         self._own_seconds = 0.0
-        """Seconds of a forward and backward pass; 0 if no fault depends on this time."""
+        """Seconds that a forward and backward pass takes; 0 if no fault depends on this time."""
         if self._sleeps and (spec.jitter > 0 or any(fault.factor > 1 for fault in self._slow)):
             alone = context.worker("m", num_steps=1)
             self._own_seconds = measure_compute_seconds(alone, context.usual_batch())

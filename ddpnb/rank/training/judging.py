@@ -1,4 +1,4 @@
-"""Evaluates a run's trained model, and the copies made during training, on rank 0 (ranks).
+"""Evaluates a run's trained model, and copies of the model from the training, on rank 0 (ranks).
 
 If an evaluation fails or is interrupted, the results of the training are kept.
 """
@@ -23,7 +23,7 @@ from ddpnb.rank.training.snapshots import Snapshots
 MAX_ON_THE_WAY = 2_000
 """Default maximum number of held-out samples on which a copy of the model is evaluated."""
 LEAST_ESTIMATED = 500
-"""Minimum number of samples for BatchNorm's statistics, even if the evaluation uses fewer."""
+"""Minimum number of samples for estimating BatchNorm's statistics, even if fewer are evaluated."""
 
 
 def judged(
@@ -35,7 +35,7 @@ def judged(
 ) -> RunReport:
     """Evaluate the model of a run, and return the run's report with the scores.
 
-    ``keep`` is first called with the model.  Later, the weights of each copy are loaded into the
+    ``keep`` is called with the model before the evaluation.  Then each copy is loaded into the
     model, evaluated and dropped.  If ``should_stop`` returns True, the other copies are skipped.
     """
     judge = _Judge(model, metrics, snapshots)
@@ -108,7 +108,7 @@ class _Judge:
         return found
 
     def curve(self, should_stop: Callable[[], bool]) -> tuple[Evaluation, ...]:
-        """Return the scores of all copies.  Afterwards the model has the last copy's weights."""
+        """Evaluate all copies, and return the scores.  The model keeps the last copy's weights."""
         found = []
         left = self._snapshots.kept
         with self._marked("could not compute the held-out curve"):
@@ -125,7 +125,7 @@ class _Judge:
 
     @contextlib.contextmanager
     def _marked(self, failed: str) -> Iterator[None]:
-        """If the user's code raises in this context, mark the run, unless ``failed`` is empty."""
+        """Catch errors of the user's code; publish a mark with ``failed`` if it is not empty."""
         try:
             yield
         except Exception as error:  # noqa: BLE001  the user's model, loss or data may raise anything
@@ -134,7 +134,7 @@ class _Judge:
 
 
 def _save(model: nn.Module, metrics: RunMetrics) -> None:
-    """Write the trained weights to a file if the user wants one; mark the run if that fails."""
+    """Save the trained weights if the user has named a file; publish a mark if saving fails."""
     path = metrics.context.spec.model_file
     if path is None:
         return

@@ -4,12 +4,12 @@ A run has these phases, in this order.  The clock runs during ``train``.  The cl
 ``finish`` if the strategy's plan counts that phase as training.
 
 build     load the task and its data, and find out which ranks take part
-rehearse  make a few steps on a warm-up model that is thrown away
+rehearse  train a warm-up model for a few steps and discard the model
 prepare   set up the strategy, fault injection and the source of samples
 barrier   let all ranks that take part start together
-train     make the measured steps
+train     take the measured steps
 finish    let the strategy return the trained model
-evaluate  on rank 0, save the model if the user wants a file; evaluate the model on held-out and
+evaluate  on rank 0, save the model if the user named a file; evaluate the model on held-out and
           training samples, and its copies made during training on held-out samples
 """
 
@@ -48,7 +48,7 @@ from ddpnb.rank.worker import Activations, Worker
 CEILING_SECONDS = 4.0
 """Maximum training time, in seconds, of an automatically added ceiling (``no-comm``)."""
 CEILING_STEPS = 30
-"""Maximum number of steps of a ceiling on emulated devices, where all steps take equally long."""
+"""Maximum number of steps of a ceiling on emulated devices.  All these steps are equally long."""
 REHEARSED_STEPS = 3
 STEPS_BETWEEN_LOOKS = 8
 """Number of steps between two checks for a stop request, if there are several hosts."""
@@ -64,7 +64,7 @@ def run(
 ) -> RunReport:
     """Train and evaluate one run.  Takes part: every rank of the default process group.
 
-    Ranks that the strategy does not use return at once.
+    On ranks that the strategy does not use, this function returns at once.
 
     Args:
         spec: the settings of the run.
@@ -147,8 +147,8 @@ def _trained(metrics: RunMetrics, should_stop: Callable[[], bool]) -> tuple[nn.M
 def rehearse(context: RunContext, activations: Activations) -> None:
     """Train a warm-up model for a few steps and discard it.  Takes part: every rank of the plan.
 
-    The steps load code, start threads, fill the memory allocator and run the user's compilation,
-    for every batch size of the run.  The steps have no other lasting effect.
+    The warm-up steps load code, start threads, fill the memory allocator and compile the user's
+    model if needed, for every batch size.  The warm-up steps have no other lasting effect.
     """
     num_steps = min(REHEARSED_STEPS, context.schedule.num_steps)
     with preserve_globals(context.device), closing(context.strategy()) as strategy:
@@ -170,7 +170,7 @@ def release_memory(device: torch.device) -> None:
 
 
 def _rehearsed(context: RunContext, num_steps: int) -> Iterator[Shard]:
-    """Yield this rank's shards of the first batches, then a shard of each remaining size.
+    """Yield this rank's shards of the first batches, then one shard of each other size in the run.
 
     Every rank of the plan gets the same number of shards, without using the work queue.
     """
@@ -208,7 +208,7 @@ def _train(
     fault_injector: FaultInjector,
     snapshots: Snapshots,
 ) -> None:
-    """Make the measured steps until the run is complete or stopped."""
+    """Take the measured steps until the run is complete or stopped."""
     context, clock = metrics.context, metrics.clock
     is_short, is_emulated = context.spec.is_ceiling, context.spec.is_emulated
     most_seconds = CEILING_SECONDS if is_short and not is_emulated else math.inf
@@ -248,15 +248,15 @@ def _train(
 class Stop:
     """Stops all ranks of a run before the same step, without a message per step.
 
-    The first rank that is asked to stop chooses the step before which all ranks stop.  That rank
-    writes the step's number to the process group's store, and all ranks read the store.  On one
-    host the store is a file, and a read takes about 10 us.  On several hosts a read needs a
-    message, so ranks read the store only every ``STEPS_BETWEEN_LOOKS`` steps.
+    The first rank that is asked to stop chooses the step before which all ranks stop.  This rank
+    writes the number of the chosen step to the process group's store, and all ranks read the store.
+    On one host the store is a file that a rank reads in about 10 us.  On several hosts a rank needs
+    a message to read the store, so ranks read it only every ``STEPS_BETWEEN_LOOKS`` steps.
 
-    No rank can end a synchronous step before every rank has begun the step.  So a rank is at most
-    ``num_steps_ahead`` steps ahead of the writer (0 on a CPU, a few on a GPU, see ``timing``).
-    Within twice that number of steps, every rank has read the store at least once, before the rank
-    reaches the chosen step.  Workers that never wait for each other stop independently.
+    No rank can end a synchronous step before every rank has begun the step.  So other ranks are at
+    most ``num_steps_ahead`` steps ahead of the rank that writes to the store (0 on a CPU, a few on
+    a GPU, see ``timing``).  The chosen step is more than twice as far ahead, so every rank reads
+    the store before the chosen step.  Workers that never wait for each other stop independently.
     """
 
     metrics: RunMetrics

@@ -24,13 +24,13 @@ from ddpnb.rank.training.evaluation import number_of, pair_of
 from ddpnb.rank.worker import Batch, Worker, state_of
 
 NUM_FEW = 8
-"""The number of samples for checking a loss."""
+"""Number of samples for which ``refuse_sum`` computes a loss."""
 SMALLEST = 1e-6
 """Smallest loss that ``refuse_sum`` checks.  Smaller losses may be only rounding errors."""
 
 
 def check_model(worker: Worker) -> None:
-    """Raise ``UserError`` if a model is already wrapped, has lazy layers or shares layers."""
+    """Raise ``UserError`` if ``model()`` returns a wrapped model, lazy layers or shared layers."""
     model = worker.model
     for module in model.modules():
         if isinstance(module, DataParallel | DistributedDataParallel):
@@ -54,7 +54,7 @@ def check_model(worker: Worker) -> None:
 
 
 def check_step(worker: Worker, batch: Batch, strategy: str) -> None:
-    """Make one complete step with a built-in strategy's worker.  Discard the worker afterwards."""
+    """Take one complete step with a built-in strategy's worker.  Discard the worker afterwards."""
     with attempt("Creating the optimizer failed"):
         optimizer = worker.optimizer(worker.parameters)
     step, is_wrapped = worker.training_step, _wraps_model(strategy)
@@ -121,7 +121,7 @@ class WrappedByDdp(nn.Module):
 
 @contextlib.contextmanager
 def attempt(failed: str) -> Iterator[None]:
-    """Replace an error of the user's code by a ``UserError`` that begins with ``failed``."""
+    """Convert an error in the user's code into a ``UserError`` that begins with ``failed``."""
     try:
         yield
     except UserError:
@@ -134,11 +134,11 @@ def attempt(failed: str) -> Iterator[None]:
 
 
 def refuse_sum(context: RunContext, worker: Worker) -> None:
-    """Raise ``UserError`` if a loss is a sum: the loss doubles when each sample occurs twice.
+    """Raise ``UserError`` if the loss is a sum.  A sum doubles if each sample occurs twice.
 
-    The model is in evaluation mode, and each evaluation has the same random seed.  A loss that
-    depends on the seed, such as the loss of a VAE, is not checked.  A loss that accepts only a
-    fixed number of samples is not checked either.
+    ddpnb computes the loss with and without repeated samples in evaluation mode, from the same
+    random seed.  A loss that depends on the seed, such as the loss of a VAE, is not checked.  A
+    loss that accepts only a fixed number of samples is not checked either.
     """
     step = worker.training_step
     is_short = isinstance(step, Supervised)
@@ -169,12 +169,12 @@ def refuse_sum(context: RunContext, worker: Worker) -> None:
 
 
 def _wraps_model(strategy: str) -> bool:
-    """Return True if the strategy passes a wrapped model, with only ``forward``, to the step."""
+    """Return True if the task's step gets a wrapped model, which has only ``forward``."""
     return parse_strategy(strategy).name in ("ddp", "ddp-shm", "zero")
 
 
 def check_strategy(strategy: str, worker: Worker) -> None:
-    """Raise ``UserError`` if a built-in strategy cannot train the model; call it after a step."""
+    """After a step, raise ``UserError`` if the built-in strategy cannot train the model."""
     choice = parse_strategy(strategy)
     if worker.device.type != "cpu":
         _check_device(choice)

@@ -1,4 +1,4 @@
-"""Makes a run's optimizer (the cell's or SGD) with its scheduler and gradient clipping (ranks)."""
+"""Makes a run's optimizer with its scheduler and gradient clipping (ranks)."""
 
 import contextlib
 import inspect
@@ -34,11 +34,11 @@ def make_optimizer(
     Reference: Pascanu et al., ICML 2013 (clipping).
 
     On a server, the parameters are copies of the model's parameters.  ``function`` is the cell's
-    ``optimizer``.  If ``function`` is None, the optimizer is SGD.  ``num_updates`` is the number of
-    updates in the whole run.
+    function ``optimizer``.  If ``function`` is None, the optimizer is SGD.  ``num_updates`` is the
+    number of updates in the whole run.
 
     Raises:
-        UserError: if the cell's function returns a wrong type.
+        UserError: if the cell's function does not return an optimizer.
     """
     if function is None:
         made: Optimizer = SGD(parameters, lr=spec.learning_rate, momentum=spec.used_momentum)
@@ -110,7 +110,7 @@ def _advance(made: Optimizer, scheduler: LRScheduler, num_updates: int) -> None:
 def _model_of(
     parameters: list[nn.Parameter], model: nn.Module, make_model: ModelFactory
 ) -> nn.Module:
-    """Return the model if it has the given parameters; otherwise a new model that has them."""
+    """Return the model if it has the given parameters; otherwise make a model that has them."""
     own = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if all(mine is theirs for mine, theirs in zip(own, parameters, strict=True)):
         return model

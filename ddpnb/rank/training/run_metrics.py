@@ -1,4 +1,4 @@
-"""Counts the steps that a rank makes in a run, and reports the steps (ranks)."""
+"""Counts the steps that a rank takes in a run, and publishes the steps as events (ranks)."""
 
 import time
 from collections.abc import Callable
@@ -30,12 +30,12 @@ Publish = Callable[[RunHeader | StepEvent | Mark | Evaluating], None]
 
 @dataclass(slots=True, kw_only=True)
 class RunMetrics:
-    """Counts the steps of this rank, and publishes them as events."""
+    """Counts the steps of this rank, and publishes the steps as events."""
 
     context: RunContext
     publish: Publish
     clock: Clock | VirtualClock = field(init=False)
-    """The clock that measures steps, or that computes the time of steps on emulated devices."""
+    """Measures the time of steps.  On emulated devices, this clock computes the time of steps."""
     late_seconds: float = 0.0
     """Seconds that the other ranks had already trained when this rank joined the run."""
     num_steps: int = 0
@@ -70,7 +70,7 @@ class RunMetrics:
             self.num_bytes_received += step.num_bytes_received
 
     def note_memory(self, memory: Memory) -> None:
-        """Record this rank's memory, scaled for an emulated model, or with the peak of its GPU."""
+        """Record this rank's memory; scale it for an emulated model, or add the peak of its GPU."""
         context, laboratory = self.context, self.context.laboratory
         if laboratory is not None and laboratory.devices.model:
             memory = memory.scaled(laboratory.scale)
@@ -98,7 +98,7 @@ class RunMetrics:
 
 
 def header_of(context: RunContext, worker: Worker) -> RunHeader:
-    """Return the header of a run."""
+    """Return the header of a run, which describes the run's ranks, devices, data and notes."""
     plan, is_emulated = context.plan, context.spec.is_emulated
     of_plan = () if is_emulated else plan.notes
     own_notes = (*of_plan, *worker.notes, *context.task.notes, *context.spec.notes)
@@ -126,7 +126,7 @@ def _momentum(optimizer: Optimizer) -> float:
 
 
 def _num_devices(context: RunContext) -> int:
-    """Return how many devices the workers use: GPUs, or ranks' shares of the CPU."""
+    """Return the number of devices that the workers use: GPUs, or ranks' shares of the CPU."""
     num_workers = context.plan.num_workers
     if context.state.shares_device:
         return max(1, min(num_workers, torch.cuda.device_count()))

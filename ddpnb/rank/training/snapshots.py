@@ -1,13 +1,13 @@
 """Copies a run's model during training, for the run's held-out curve (ranks).
 
-Making a copy takes one pass over the parameters.  If every step waits for all ranks, the clocks of
-all ranks are paused while the copy is made.  Asynchronous workers continue to train.  In an
+A copy takes one pass over the parameters.  If every step waits for all ranks, the clocks of all
+ranks are paused while the copy is made.  Asynchronous workers continue to train meanwhile.  In an
 asynchronous run, rank 0 makes the copy between two of its steps, and the copy counts as training
 time.  The copies are evaluated after the training, so no worker waits for an evaluation.
 
-A copy is the model that the run would return if the run ended at that moment.  If ranks average
-weights, a copy has the mean of all ranks' weights.  Otherwise a copy has the parameters of the
-server or, without a server, of rank 0.
+A copy is the model that the run would return if the run ended after the same step.  If ranks
+average weights, a copy has the mean of all ranks' weights.  Otherwise a copy has the server's
+parameters, or rank 0's parameters if there is no server.
 """
 
 import math
@@ -28,7 +28,7 @@ MAX_BYTES = 1_000_000_000
 
 
 class Snapshot(NamedTuple):
-    """A copy of the model at one moment."""
+    """A copy of the model, made after one of the run's steps."""
 
     num_samples: int
     """Number of samples that all workers had trained on when the copy was made."""
@@ -97,8 +97,8 @@ class Snapshots:
     def _num_samples(self, shard: Shard) -> int:
         """Return the number of samples that all workers have trained on after a step on ``shard``.
 
-        Synchronous workers all make this step.  If asynchronous workers have no work queue, all
-        shards before this shard count as done.
+        If workers are synchronous, all shards of this step count as done.  If asynchronous workers
+        have no work queue, all shards up to this shard count as done.
         """
         context, world_size = self._metrics.context, self._worker.world_size
         step, part = shard.step + 1, 0
@@ -113,7 +113,7 @@ class Snapshots:
         return (num_steps // self._every + 1) * self._every if self._every else math.inf
 
     def _steps_between(self) -> int:
-        """Return the number of steps from one copy to the next; 0 if there are no copies.
+        """Return the number of steps from one copy to the next; 0 if no copies are made.
 
         All copies together have at most ``MAX_BYTES`` bytes.
         """

@@ -1,9 +1,9 @@
-"""Measures each step: its end, its loss and its seconds per phase (ranks).
+"""Records the end, the loss and the seconds per phase of each step (ranks).
 
-The measurements never make the device wait.  On a CPU, a moment is the host's time.  A GPU executes
-a step later than the Python thread submits the step.  So on a GPU, a moment is a CUDA event, and
-each step queues a copy of its loss.  ddpnb reads the event and the copy a few steps later, after
-the GPU has finished the step.
+The measurements never make the device wait.  On a CPU, a timestamp is the time of the host's clock.
+A GPU executes a step later than the Python thread submits the step.  So on a GPU, a timestamp is a
+CUDA event, and each step queues a copy of its loss.  ddpnb reads the event and the copy a few steps
+later, after the GPU has finished the step.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ MAX_PENDING = 8
 class _Pending(NamedTuple):
     step: StepEvent
     marks: list[tuple[Phase, Moment]]
-    """The phases of the step, each with its first moment.  The last mark is the end of the step."""
+    """The step's phases, each with the timestamp of its start.  The last mark ends the step."""
     hidden: list[tuple[Moment, Moment]]
     values: Mapping[str, Tensor]
-    """The loss and the metrics, in the host's memory.  The values are valid after the step."""
+    """The loss and the metrics, in the host's memory; valid after the device has done the step."""
 
     def parts(self) -> Parts:
         spent: dict[str, float] = {}
@@ -39,9 +39,9 @@ class _Pending(NamedTuple):
 
 @final
 class Clock(Meter):
-    """The meter of all steps of a run, on the device's own clock.
+    """Measures all steps of a run with the device's own clock.
 
-    The clock adds up the seconds from moment to moment, because ``elapsed_time`` returns
+    ``Clock`` adds up the seconds between successive timestamps, because ``elapsed_time`` returns
     milliseconds as a float32.  After a quarter of an hour, such a float32 has a resolution of only
     0.1 ms (torch.cuda.Event, CUDA's cudaEventElapsedTime).
     """
@@ -65,7 +65,7 @@ class Clock(Meter):
         return before
 
     def moment(self) -> Moment:
-        """Return the host's time, or an event on the GPU's current stream."""
+        """Return a timestamp: the host's time, or an event on the GPU's current stream."""
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -73,7 +73,7 @@ class Clock(Meter):
         return event
 
     def hide(self, begun: Moment, ended: Moment) -> None:
-        """Count the time between two moments as hidden."""
+        """Count the communication between two timestamps as hidden."""
         self._hidden.append((begun, ended))
 
     def start(self) -> None:
@@ -122,7 +122,7 @@ class Clock(Meter):
 
 
 def seconds_between(begun: Moment, ended: Moment) -> float:
-    """Return the seconds between two moments that the device has reached."""
+    """Return the seconds between two timestamps that the device has reached."""
     if isinstance(begun, float):
         return float(ended - begun)
     return float(begun.elapsed_time(ended)) / 1000

@@ -1,4 +1,4 @@
-"""Checks a training before any strategy trains (ranks).
+"""Checks a run's settings and code before any strategy trains (ranks).
 
 For each mistake, ddpnb raises an error that says what to do.
 """
@@ -26,18 +26,18 @@ from ddpnb.rank.training.model_checks import attempt, check_model, check_step, r
 from ddpnb.rank.worker import Batch, Worker
 
 CHECKS = "checks"
-"""Name of the folder in the run folder for files that a user's strategy makes during a check."""
+"""Name of a folder in the run folder for files that a user's strategy creates during a check."""
 
 MIN_SECONDS_MARGIN = 1.1
 """The planned duration of a run, divided by ``--min-seconds``."""
 
 
 def validate(spec: RunSpec, here: Surroundings, *, num_calls: Callable[[], int] = int) -> Checked:
-    """Check a training before any strategy trains.
+    """Check a run's settings and code before any strategy trains.
 
     This function sends no messages, so a rank may call it without the other ranks.  But if the
-    user's strategy or step calls collectives, every rank of the group must take part.  A user's
-    strategy makes its files in ``CHECKS``, and ddpnb removes this folder after all checks.
+    user's strategy or step calls collectives, every rank of the group must call this function.  A
+    user's strategy creates files in ``CHECKS``, and ddpnb removes this folder after all checks.
     ``num_calls`` returns the number of collectives that this rank has called.
 
     Raises:
@@ -79,7 +79,7 @@ def _checked(context: RunContext, num_calls: Callable[[], int]) -> Checked:
 
 
 def _with_times(result: Checked, context: RunContext, worker: Worker) -> Checked:
-    """Return the result with the seconds per sample and the epochs for ``--min-seconds``."""
+    """Add the seconds per sample, and the number of epochs for ``--min-seconds``, to a result."""
     usual = context.usual_batch()  # measured on all ranks at once, as in the training
     seconds = measure_compute_seconds(worker, usual)
     # updates and communication only make a run longer
@@ -89,7 +89,7 @@ def _with_times(result: Checked, context: RunContext, worker: Worker) -> Checked
 
 
 def measure_compute(spec: RunSpec, here: Surroundings) -> Compute:
-    """Measure the seconds of a step on one core.  Takes part: one rank."""
+    """Measure how many seconds a step takes on one core.  Takes part: one rank."""
     with preserve_globals(torch.device(here.state.device)):
         torch.set_num_threads(1)
         context = build_context(spec, here)
@@ -112,10 +112,10 @@ def _smallest_batch(context: RunContext) -> Batch:
 
 
 def _check_own(context: RunContext, worker: Worker) -> Batch:
-    """Set up a user's strategy and let it make one step.  Takes part: every rank.
+    """Set up a user's strategy and let it take one step.  Takes part: every rank.
 
     Parts of the cell that the strategy does not use, such as the loss, are not checked.  The
-    returned batch is this rank's shard of the smallest global batch, with the weight of that shard.
+    returned batch is this rank's shard of the smallest global batch, with the shard's weight.
     """
     smallest = context.schedule.smallest_shard(context.state.world_size)
     shard = replace(smallest, part=context.state.rank)
@@ -147,9 +147,9 @@ def _evaluated(context: RunContext, worker: Worker, batch: Batch) -> tuple[Score
 
 
 def _with_place(error: UserError, cell: int, filename: str) -> UserError:
-    """Return an error that names its line in the comparison's cell, if the line is known.
+    """Add the line of the comparison's cell to an error's message, if the line is known.
 
-    ``cell`` is the ``n`` of ``In [n]``; 0 if unknown.  The cause of ``error`` is the cell's error.
+    ``cell`` is the ``n`` of ``In [n]``, or 0 if unknown.  ``error.__cause__`` has the traceback.
     """
     frames = traceback.extract_tb(error.__cause__.__traceback__) if error.__cause__ else []
     lines = [frame.lineno for frame in frames if frame.filename == filename]
