@@ -1,7 +1,7 @@
-"""Tests if two strategies differ, by the ratio over the repeats and its interval.  (Kernel.)
+"""Tests if two strategies differ, from the mean ratio over the repeats and its interval.  (Kernel.)
 
 In one repeat all strategies have the same seed.  Two strategies are therefore compared in pairs:
-x_r is the ratio of their numbers in repeat r.  Over n repeats, with m comparisons in one sentence:
+x_r is the ratio of their values in repeat r.  Over n repeats, with m comparisons in one sentence:
 
     exp( mean(log x)  +-  t(1 - 0.05 / 2m, n - 1) * sd(log x) / sqrt(n) )
 
@@ -28,7 +28,7 @@ SMALLEST_EFFECT = 0.02
 """The smallest relative difference that a sentence mentions."""
 
 FEWEST_REPEATS = 3
-"""Minimum repeats for an interval.  With two, the interval would span +- 12.7 standard errors."""
+"""Minimum number of repeats for an interval.  Two repeats would give +- 12.7 standard errors."""
 
 MOST_REPEATS = 30
 """Maximum number of repeats that ddpnb recommends."""
@@ -36,16 +36,16 @@ MOST_REPEATS = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """A number of one strategy, divided by the same number of another strategy."""
+    """A value of one strategy, such as its speed, divided by the same value of another strategy."""
 
     middle: float = math.nan
     """The geometric mean over the repeats."""
     low: float = math.nan
     """Lower end of the interval, or the smaller ratio of two repeats; NaN if unknown.  For one
-    repeat: the slowest tenth of the numerator, divided by the fastest tenth of the denominator."""
+    repeat, the slowest tenth of the numerator, divided by the fastest tenth of the denominator."""
     high: float = math.nan
     num_repeats: int = 0
-    """Number of repeats in which both strategies have the number."""
+    """Number of repeats in which both strategies have this value."""
     deviation: float = math.nan
     """Standard deviation of the ratio's logarithm over the repeats."""
     num_claims: int = 1
@@ -77,7 +77,7 @@ class Ratio:
 
     @property
     def num_repeats_needed(self) -> int:
-        """Number of repeats that would show this ratio; 0 if too many or if there is no effect."""
+        """Number of repeats needed to show this ratio; 0 if too many, or if there is no effect."""
         if not (self.has_interval and self._has_effect(self.middle)):
             return 0
         half = [
@@ -90,7 +90,7 @@ class Ratio:
 def ratios_of(
     summaries: Sequence[StrategySummary],
 ) -> tuple[StrategySummary, dict[StrategyKey, Ratio]] | None:
-    """Return the reference strategy, and each other strategy's samples/s over the reference's.
+    """Return the reference strategy, and each other strategy's speed relative to the reference.
 
     The reference is ``single`` or else the first strategy.  Emulated strategies are excluded.  The
     ceiling counts only if it is the only other strategy.  The result is None for fewer than two
@@ -110,7 +110,7 @@ def ratios_of(
 
 
 def _within_runs(found: Ratio, ours: StrategySummary, theirs: StrategySummary) -> Ratio:
-    """Return the ratio of two single runs, with the range that the runs' tenths span."""
+    """Return the ratio; for a single repeat, its range is computed from the runs' tenths."""
     one, other = ours.tenths, theirs.tenths
     if found.num_repeats != 1 or not one or not other:
         return found
@@ -118,7 +118,7 @@ def _within_runs(found: Ratio, ours: StrategySummary, theirs: StrategySummary) -
 
 
 def ratio(ours: Mapping[int, float], theirs: Mapping[int, float], num_claims: int = 1) -> Ratio:
-    """Return the ratio over the repeats in which both strategies have a number.
+    """Return the mean ratio over the repeats in which both strategies have a value.
 
     Args:
         ours: the numerators by repeat, all greater than 0.
@@ -147,7 +147,7 @@ def ratio(ours: Mapping[int, float], theirs: Mapping[int, float], num_claims: in
 
 
 def _quantile(num_repeats: int, num_claims: int) -> float:
-    """Return Student's t for an interval over these repeats, widened for all claims."""
+    """Return the quantile of Student's t for an interval, widened for ``num_claims`` intervals."""
     from scipy.special import stdtrit  # noqa: PLC0415  takes 0.1 s
 
     return float(stdtrit(num_repeats - 1, 1 - (1 - LEVEL) / 2 / num_claims))

@@ -1,4 +1,4 @@
-"""Comparisons: several runs, their environment, and the cell that repeats them.  (Kernel.)"""
+"""Combines several runs with their environment and with the cell that repeats them.  (Kernel.)"""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ ALWAYS = ("num_epochs", "batch_size", "learning_rate", "momentum", "seed")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Comparison:
-    """Several runs at one moment, and everything needed to repeat the runs."""
+    """Snapshots of several runs, and everything needed to repeat the runs."""
 
     comparison_id: str
     name: str
@@ -42,7 +42,7 @@ class Comparison:
     runs: tuple[RunSnapshot, ...] = ()
     """The runs that have begun and are compared."""
     other_rates: tuple[RunSnapshot, ...] = ()
-    """The runs at learning rates that were not chosen for a strategy: see ``tuning``."""
+    """The runs at learning rates that ``tuning`` did not choose for their strategies."""
     environment: Mapping[str, str] = field(default_factory=dict)
     differing: tuple[str, ...] = ()
     """Keys of ``environment`` that differ between overlaid comparisons."""
@@ -61,7 +61,7 @@ class Comparison:
         return tuple(sorted((*self.runs, *self.other_rates), key=lambda run: run.created))
 
     def with_runs(self, runs: Sequence[RunSnapshot]) -> "Comparison":
-        """Return this comparison with other runs, or with the same runs at another moment."""
+        """Return this comparison with other runs, or with newer snapshots of the same runs."""
         compared, other_rates = split(runs)
         return replace(self, runs=compared, other_rates=other_rates)
 
@@ -137,7 +137,7 @@ def line_of(
         strategies: the strategies as users write them; ``single`` is the baseline.
         task: the task that the strategies train.
         choices: words of the line that set options of the training.
-        num_repeats: number of trainings of each strategy.
+        num_repeats: number of runs of each strategy.
     """
     others = [strategy for strategy in strategies if strategy != BASELINE]
     words = others or list(strategies)

@@ -1,8 +1,8 @@
 """Computes a run's curve of at most ``MAX_POINTS`` points from one row per step.  (Kernel.)
 
 Step k of all synchronous workers is one update.  Each step of an asynchronous worker and each call
-of ``ddpnb.log`` is a separate update, and these updates are ordered by time.  Each point merges
-neighbouring updates.  The number merged is a power of two, so that drawn points do not move.
+of ``ddpnb.log`` is a separate update, and these updates are ordered by time.  Each point merges 2^k
+neighbouring updates, so that drawn points do not move.
 """
 
 import math
@@ -28,7 +28,7 @@ def _nothing() -> Floats:
 class Curve:
     """The loss or another number of a run over all updates, in arrays of equal length.
 
-    Each point merges ``num_merged`` updates, except that the last point merges the rest.
+    Each point merges ``num_merged`` updates.  The last point merges the remaining updates.
     """
 
     samples: Floats = field(default_factory=_nothing)
@@ -133,10 +133,10 @@ def with_waiting(rows: Records) -> Records:
 def smoothed(curve: Curve) -> Floats:
     """Return the exponential moving average of a curve, without start-up bias.
 
-    The span is one update plus a share of the samples so far.  The planned samples do not matter.
-    So drawn points do not move, and short and long runs reach the same loss at the same sample.
-    At first the span is short, so that the line follows a fast fall of the loss.  If the loss
-    falls like ``1 / samples``, the line is soon only a twentieth above the points.
+    The span is one update plus a share of the samples so far, not of the planned samples.  So drawn
+    points do not move, and short and long runs reach the same loss at the same sample.  At first
+    the span is short, so that the line follows a fast fall of the loss.  If the loss falls like
+    ``1 / samples``, the line is soon only a twentieth above the points.
 
     A point ``d`` samples after the previous point has the weight ``1 - exp(-d / span)``.  The sum
     is divided by all weights so far, as in Adam.  So the first average equals the first point.
@@ -166,7 +166,7 @@ def end_of(curve: Curve) -> float:
 
 
 def tenths(curve: Curve) -> Floats:
-    """Return samples/s in each tenth of a run's samples; empty if there are not ten updates."""
+    """Return samples/s in each tenth of a run's samples; empty for fewer than ten updates."""
     if curve.num_updates < 10 or curve.samples[-1] <= 0:
         return np.empty(0)
     bounds = np.linspace(0.0, curve.samples[-1], 11)

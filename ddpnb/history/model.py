@@ -1,4 +1,4 @@
-"""One run: collects the steps that arrive, and returns snapshots to draw.  (Kernel.)"""
+"""Collects the steps of a run as they arrive, and returns snapshots to draw.  (Kernel.)"""
 
 import math
 import threading
@@ -32,7 +32,7 @@ COMPUTED = ("data", "forward", "backward", "optimizer")
 
 
 class Status(StrEnum):
-    """The state of a run.  Each state is equal to a string, e.g. ``"failed"``."""
+    """The state of a run.  Each state is equal to a string, such as ``"failed"``."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -41,7 +41,7 @@ class Status(StrEnum):
 
 
 def ending(status: Status, detail: str) -> str:
-    """Return the status and the reason of a run's end, e.g. ``"stopped: interrupted"``."""
+    """Return the status and the reason of a run's end, such as ``"stopped: interrupted"``."""
     if detail.startswith(status.value):
         return detail  # "stopped by the user"
     return f"{status.value}: {detail}" if detail else status.value
@@ -61,14 +61,14 @@ class RankTotals:
 
     @property
     def own_seconds(self) -> float:
-        """Mean seconds of the ``COMPUTED`` parts of a step, or of the whole step without parts."""
+        """Mean seconds of a step's ``COMPUTED`` parts; if they are unknown, of the whole step."""
         own = sum(getattr(self.parts, name) for name in COMPUTED) or self.seconds
         return own / max(self.num_steps, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunSnapshot:
-    """A run at one moment, for plots, tables and the store.
+    """The state of a run at one time, for plots, tables and the store.
 
     The measured fields are computed from the steps.  While synchronous ranks train, a step counts
     only if every rank has reported it.
@@ -95,15 +95,13 @@ class RunSnapshot:
     """The curve of the training loss."""
     ranks: tuple[RankTotals, ...] = ()
     events: Records = field(default_factory=lambda: stacked(()))
-    """One row per step, read-only, in order of arrival.
-
-    After the run, each rank's last step ends at the time in the rank's report.
-    """
+    """One row per step, read-only, in order of arrival.  After the run, each rank's last step ends
+    at the time in the rank's report."""
     reports: tuple[RunReport, ...] = ()
     marks: tuple[Mark, ...] = ()
     """Marks in order of arrival."""
     evaluating: Evaluating | None = None
-    """Progress of the evaluation of the run's models; None if not begun, or unknown."""
+    """Progress in evaluating the run's models; None if no evaluation has begun, or if unknown."""
 
     @property
     def num_events(self) -> int:
@@ -184,7 +182,7 @@ class Run:
             )
 
     def add_report(self, report: RunReport) -> None:
-        """Add the report of a rank."""
+        """Add a rank's report on the run."""
         assert report.run_id == self.run_id, (report.run_id, self.run_id)
         with self._lock:
             reports = [each for each in self._now.reports if each.rank != report.rank]

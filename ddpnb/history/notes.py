@@ -5,7 +5,7 @@ minimum, a coordinate along a direction of curvature h follows
 
     w(t+1)  =  w(t) + m (w(t) - w(t-1)) - a w(t-d),     a = (lr / N) h
 
-``docs/staleness.md`` derives the largest stable a.  A test compares it with the recurrence.
+``docs/staleness.md`` derives the largest stable a.  A test compares this a with the recurrence.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Finds stored runs by name.  (Kernel.)
 
-``digits-1`` names a comparison.  ``digits-1/ddp`` names all repeats of ``ddp`` in it, and
+``digits-1`` names a comparison.  ``digits-1/ddp`` names all repeats of ``ddp`` in ``digits-1``, and
 ``digits-1/ddp#2`` names the second repeat.  ``ddp`` names the repeats of ``ddp`` in the latest
 comparison with ``ddp``.  ``mine`` names the latest loop that was logged as ``mine``.
 """
@@ -18,7 +18,7 @@ from ddpnb.protocol.messages import RunHeader, RunSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRun:
-    """A run without steps, for the list of runs."""
+    """The facts about a stored run that the list of runs shows, without the run's steps."""
 
     run_id: str
     comparison_id: str
@@ -44,7 +44,7 @@ class StoredRun:
 
     @property
     def address(self) -> str:
-        """The name that no other run has, e.g. ``digits-1/ddp#1``."""
+        """The unique name of the run, such as ``digits-1/ddp#1``."""
         return f"{self.comparison}/{self.name}#{self.repeat + 1}"
 
 
@@ -91,7 +91,7 @@ def check_name(name: str) -> None:
 
 
 def numbered(name: str, taken: Collection[str]) -> str:
-    """Return ``name`` with the first number that makes the name new, e.g. ``digits-2``."""
+    """Return ``name`` with the first number that makes the name new, such as ``digits-2``."""
     names = (f"{name}-{number}" for number in itertools.count(1))
     return next(each for each in names if each not in taken)
 
@@ -113,7 +113,7 @@ def matching(
     Args:
         runs: all stored runs.
         text: a string in the name, task or state of each listed run; case does not matter.
-        last: maximum number of lines, newest first.  All repeats of a strategy are one line.
+        last: maximum number of lines, newest first.  All repeats of a strategy share a line.
     """
     if last is not None and last < 1:
         raise UserError(f"--last must be at least 1, not {last}.")

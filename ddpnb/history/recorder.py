@@ -53,7 +53,7 @@ class Recorder:
 
     @property
     def comparison(self) -> Comparison:
-        """The comparison as it is now."""
+        """The comparison with the latest snapshot of each run."""
         return self._comparison.with_runs([run.snapshot() for run in self._runs.values()])
 
     def begin(self, run_id: str, name: str, spec: RunSpec | None = None) -> None:

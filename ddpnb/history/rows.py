@@ -47,7 +47,7 @@ def rows_of(batch: EventBatch) -> Records:
 
 
 def metrics_of(rows: Records) -> dict[str, str]:
-    """Return the field of each logged number, by the user's name for the number."""
+    """Return a dict that maps the user's name of each logged number to its field."""
     fields = (rows.dtype.names or ())[len(EVENT.names or ()) :]
     return {field.removeprefix(METRIC): field for field in fields}
 

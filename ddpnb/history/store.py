@@ -29,7 +29,7 @@ from ddpnb.protocol.processes import working_folder
 FILE_NAME = "runs.sqlite3"
 
 FORMAT = 2
-"""Version of the tables below.  Increase it if earlier versions of ddpnb cannot read a change."""
+"""Version of the tables.  Increase it if a change makes new files unreadable for older versions."""
 
 WAIT_SECONDS = 5.0
 """Maximum seconds to wait until another notebook has finished writing."""
@@ -89,7 +89,7 @@ REPORTS = "SELECT report FROM reports WHERE run = ? ORDER BY rank"
 
 
 class StoreError(UserError):
-    """The store could not read or write runs.  A running training continues."""
+    """The store could not read or write runs.  A run that is being trained continues."""
 
 
 @final
@@ -102,7 +102,7 @@ class Store:
     Args:
         folder: the folder of the file, such as ``runs_folder()``.  If the folder does not exist,
             it is created with access only for the owner.
-        flush_seconds: seconds to collect batches before they are written.
+        flush_seconds: number of seconds for which batches are collected before they are written.
     """
 
     def __init__(self, folder: Path, *, flush_seconds: float = 1.0) -> None:
@@ -125,7 +125,7 @@ class Store:
         """Store a comparison before its training; return the comparison with its final name.
 
         Args:
-            comparison: the comparison.  If ``wanted_name`` is empty, its name gets a number.
+            comparison: the comparison.  Its name gets a number if ``wanted_name`` is empty.
             wanted_name: the user's name.  An earlier comparison with this name gets a number.
 
         Raises:
@@ -157,7 +157,7 @@ class Store:
             )
 
     def append(self, batch: EventBatch) -> None:
-        """Add a batch; the first call after ``flush_seconds`` writes all added batches."""
+        """Add a batch; ``flush_seconds`` after the last write, also write all pending batches."""
         with self._lock:
             if len(self._pending) < MAX_PENDING_BATCHES:
                 self._pending.append(batch)
@@ -191,14 +191,14 @@ class Store:
                 self._last_flush = time.monotonic()
 
     def list(self) -> tuple[StoredRun, ...]:
-        """Return every run without steps, oldest first."""
+        """Return all runs, oldest first, but without their steps."""
         return tuple(map(_stored_run, self._read(LIST)))
 
     def load(self, *addresses: str) -> Comparison:
         """Return one comparison with the runs that ``addresses`` name.
 
         Args:
-            addresses: names as in ``query.resolve``, e.g. ``"digits-1/ddp"``, ``"mine"``.
+            addresses: names as in ``query.resolve``, such as ``"digits-1/ddp"``, ``"mine"``.
 
         Raises:
             UserError: no run has such a name; the message suggests the closest names.
@@ -271,7 +271,7 @@ class Store:
 
     @contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:
-        """Return a context with a connection.  All changes are committed together, or none."""
+        """Return a context manager for writing.  If an error is raised, no change is committed."""
         with self._lock, self._store_errors("written"):
             self._connection.execute("BEGIN IMMEDIATE")
             with self._connection:  # commits or rolls back

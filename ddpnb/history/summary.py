@@ -32,7 +32,7 @@ StrategyKey = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """A number and its range."""
+    """A value and its range over the repeats."""
 
     middle: float = math.nan
     """The median over repeats, or the geometric mean for samples/s."""
@@ -52,7 +52,7 @@ class StrategySummary:
     runs: tuple[RunSnapshot, ...]
     """All repeats."""
     num_runs: int
-    """Number of finished repeats, or of all begun repeats if no repeat has finished."""
+    """Number of finished repeats; if no repeat has finished, number of repeats that have begun."""
     num_workers: int
     """Number of workers; 0 if unknown."""
     status: Status
@@ -72,7 +72,7 @@ class StrategySummary:
     machine: float
     """``ceiling``, divided by ``ideal``: the efficiency without communication."""
     share_of_ceiling: float
-    """Samples/s, divided by ``ceiling``: the share that communication leaves."""
+    """Samples/s, divided by ``ceiling``: the share of the speed that communication leaves."""
     split: StepSplit
     scores: Mapping[str, Spread]
     """Scores of the trained models, by the title of the column; see ``_scores``."""
@@ -171,7 +171,7 @@ def group_runs(runs: Sequence[RunSnapshot]) -> dict[StrategyKey, list[RunSnapsho
 def samples_per_second(run: RunSnapshot) -> float:
     """Return all samples, divided by the training seconds of the slowest worker; NaN if unknown.
 
-    All workers of a ceiling train for the same time.  Each counts as fast as the slowest worker.
+    All workers of a ceiling train for the same time.  The slowest worker's speed counts for all.
     """
     if run.is_ceiling and not run.is_running and (workers := [r for r in run.ranks if r.seconds]):
         return len(workers) * min(rank.num_samples / rank.seconds for rank in workers)
@@ -181,7 +181,7 @@ def samples_per_second(run: RunSnapshot) -> float:
 def by_repeat(
     runs: Sequence[RunSnapshot], number_of: Callable[[RunSnapshot], float]
 ) -> Mapping[int, float]:
-    """Return a number of each run, by repeat.  Unknown and non-positive numbers are left out.
+    """Return a dict that maps each run's repeat to ``number_of(run)``, if this value is above 0.
 
     If runs share a repeat number, as hand-written loops do, the runs are numbered in order.
     """
@@ -209,7 +209,7 @@ def reported_metrics(run: RunSnapshot) -> Mapping[str, float]:
 
 
 def spread(values: Sequence[float], middle: float | None = None) -> Spread:
-    """Return the range of the values that are not NaN, with their median or ``middle``."""
+    """Return the range of the values that are not NaN, and ``middle`` (by default their median)."""
     known = [value for value in values if not math.isnan(value)]
     if not known:
         return Spread()
@@ -220,7 +220,7 @@ def spread(values: Sequence[float], middle: float | None = None) -> Spread:
 
 
 def time_to_target(run: RunSnapshot, target: Target) -> tuple[float, float]:
-    """Return the second and the sample at which a run first reached ``target``; NaN if never.
+    """Return the second and the sample at which a run first reached ``target``; NaN if it did not.
 
     The smoothed training loss must fall to the target, or the held-out accuracy rise to it.
     Between two evaluations, the accuracy is interpolated linearly.
@@ -342,7 +342,7 @@ def _scores(run: RunSnapshot) -> dict[str, float]:
 
 
 def _reached(runs: Sequence[RunSnapshot], target: Target) -> list[tuple[float, float]]:
-    """Return the second and sample at which each run reached the target; infinity if never."""
+    """Return the second and sample at which each run reached the target; infinity if it did not."""
     found = []
     for run in runs:
         if evaluations(run) or not target.is_accuracy:
@@ -360,10 +360,10 @@ def _num_workers(run: RunSnapshot) -> int:
 
 
 def num_devices(run: RunSnapshot) -> int:
-    """Return the number of devices for the efficiency.  A GPU that ranks share counts once."""
+    """Return the number of devices for the efficiency; a GPU counts once even if ranks share it."""
     return (run.header.num_devices if run.header is not None else 0) or _num_workers(run)
 
 
 def _counted(runs: Sequence[RunSnapshot]) -> list[RunSnapshot]:
-    """Return the finished runs, or all runs if none finished.  Failed runs do not change means."""
+    """Return the finished runs, so that means exclude failed runs; all runs if no run finished."""
     return [run for run in runs if run.status is Status.FINISHED] or list(runs)

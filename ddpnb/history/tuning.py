@@ -49,7 +49,7 @@ def has_diverged(run: RunSnapshot) -> bool:
 
 
 def _rank(run: RunSnapshot) -> tuple[bool, bool, bool, float, float]:
-    """Return the sorting key for a strategy's runs.  A run that trains now comes first."""
+    """Return the key to sort a strategy's runs.  A run that is being trained is sorted first."""
     is_cut_short = run.status not in (Status.FINISHED, Status.FAILED)
     loss = run.reported("held_out_loss") if has_score(run) else math.inf
     return not run.is_running, not has_score(run), is_cut_short, loss, _rate(run)

@@ -1,1 +1,1 @@
-"""Ranks on other hosts: starts, connects and ends the processes on these hosts."""
+"""Starts, connects and ends the processes of ranks on other hosts."""

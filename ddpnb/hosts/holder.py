@@ -1,7 +1,7 @@
 """The process of ipyparallel's launcher, which ends when the kernel ends (kernel's host).
 
 ``python -m ddpnb.hosts.holder`` lets a launcher start relays instead of engines, through Slurm,
-MPI, PBS, LSF, SGE or HTCondor.  The argument and the profile's ``ipcluster_config.py`` choose the
+MPI, PBS, LSF, SGE or HTCondor.  ``engines`` or the profile's ``ipcluster_config.py`` chooses the
 launcher.  When the standard input of this process closes, the relays end.
 """
 
@@ -26,7 +26,7 @@ SLURM = """#!/bin/sh
 #SBATCH --nodes={{n}} --ntasks-per-node=1 --cpus-per-task={num_ranks}
 srun --no-kill --nodes={{n}} --mem=0 --cpu-bind=none --mpi=none {{program_and_args}}
 """
-"""The Slurm job: one program per node that may use all cores.  The job survives lost nodes."""
+"""The Slurm job: one program per node that may use all cores.  The job tolerates lost nodes."""
 MPI = ["--map-by", "ppr:1:node", "--bind-to", "none"]
 """The arguments for one program per host that may use all cores of the host."""
 
@@ -60,7 +60,7 @@ async def main(
 
 
 async def end_of(launcher: Any) -> None:
-    """Wait until the launcher's programs have ended.  For Slurm, ask ``squeue`` regularly."""
+    """Wait until the launcher's programs have ended.  For Slurm, call ``squeue`` regularly."""
     over = asyncio.Event()
     launcher.on_stop(lambda _: over.set())
     while not over.is_set():

@@ -30,7 +30,7 @@ REPORT_SECONDS = 2.0
 STOP_SECONDS = 60.0
 """Maximum seconds to wait until a launcher has ended its programs."""
 STRICT = {"TRAITLETS_APPLICATION_RAISE_CONFIG_FILE_ERROR": "1"}
-"""Environment that makes errors in a profile fatal.  By default, traitlets ignores the profile."""
+"""Environment that makes errors in a profile fatal; otherwise traitlets ignores such a profile."""
 
 
 class LaunchedHosts:
@@ -103,7 +103,7 @@ class LaunchedHosts:
         )
 
     def explain(self, host: RemoteHost) -> str:
-        """Return a sentence that explains why a host's agent ended during the start."""
+        """Return an error message for a host's agent that exited during startup."""
         return f"Host {host.name} of {self._what} was lost: its connection or its agent ended."
 
     def stop(self) -> None:
@@ -119,7 +119,7 @@ class LaunchedHosts:
             self._holder.wait()
 
     def _explain_end(self, here: str) -> str:
-        """Return a sentence on the launcher's end, with the last line of the launcher's log."""
+        """Return a message saying that the launcher ended, with the last line of its log."""
         text = self._log.read_text(errors="replace")
         lines = [line.strip(" -.") for line in text.splitlines() if "srun: error" not in line]
         end = next(filter(None, reversed(lines)), "it printed no message")
@@ -127,7 +127,7 @@ class LaunchedHosts:
 
 
 def own_address(interface: str) -> str:
-    """Return the address at which other hosts reach this host, on ``interface`` if given."""
+    """Return the address at which other hosts reach this host; on ``interface``, if given."""
     if not interface:
         return next(iter(public_ips()), "127.0.0.1")
     if found := interfaces().get(interface, []):

@@ -1,4 +1,4 @@
-"""Addresses, ports and software of this host, and probes of other hosts (kernel, agents)."""
+"""Finds this host's addresses, ports and versions, and probes other hosts (kernel, agents)."""
 
 import contextlib
 import importlib.metadata
@@ -37,7 +37,7 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def address_of_ssh() -> str:
-    """Return the address over which ssh reached this host, or the loopback address without ssh."""
+    """Return the address over which ssh reached this host; without ssh, the loopback address."""
     parts = os.environ.get("SSH_CONNECTION", "").split()  # in a batch job, maybe another host's
     address = parts[2].removeprefix("::ffff:") if len(parts) == 4 else ""
     is_own = any(address in found for found in interfaces().values())

@@ -27,9 +27,9 @@ class Relay:
     """A connected relay."""
 
     host: str
-    """The host's name for itself."""
+    """The hostname that the host itself reports."""
     reached: str
-    """The address over which ssh reached the host, or the loopback address without ssh."""
+    """The address over which ssh reached the host; without ssh, the loopback address."""
     pipe: Connection
     """The kernel's end of the pipe to the agent."""
     end: Connection
@@ -41,7 +41,7 @@ class RemoteHost:
     """The kernel's data about one host."""
 
     name: str
-    """The user's name for the host, or the host's name for itself."""
+    """The name of the host in ``--hosts``, or else the hostname that the host reports."""
     size: int | None
     """The number of ranks to start on the host.  If None, ddpnb chooses the number."""
     relay: str
@@ -74,7 +74,7 @@ class Router:
         self._thread.start()
 
     def place(self, *, name: str = "", endpoint: str = "", sockets: str = "") -> dict[str, Any]:
-        """Return the address and the keys for a relay.  Any process that has both can connect.
+        """Return the address and the keys for a relay.  Any process that has them can connect.
 
         Without a name, the relay chooses a name.  The relay connects to ``endpoint``, by default
         this router's address.  ``sockets`` is the path of ssh's forwarded sockets, without numbers.

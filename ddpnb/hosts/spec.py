@@ -34,10 +34,10 @@ class HostsSpec(ClusterSpec):
     )
     profile: str = option("", "ipyparallel profile that configures the launcher", example="NAME")
     ranks_per_host: int | None = option(
-        None, "ranks per host, with --engines or --profile; by default all on one host", least=1
+        None, "ranks on each host, with --engines or --profile; by default all on one host", least=1
     )
     timeout: float | None = option(
-        None, "seconds to wait for a job in the queue; by default 600", above=0, example="SECONDS"
+        None, "maximum seconds to wait for a queued job; by default 600", above=0, example="SECONDS"
     )
 
     @property

@@ -59,7 +59,7 @@ REASONS = (
 
 
 class SshHosts:
-    """The ssh processes, one for each host.  These processes start and connect the relays."""
+    """The ssh processes, one for each host, that start and connect the relays."""
 
     address = ""
     """Empty, because engines reach the controller through ssh's sockets, not at an address."""
@@ -97,7 +97,7 @@ class SshHosts:
         self._wait_for(host)
 
     def explain(self, host: RemoteHost) -> str:
-        """Return a sentence that explains why a host's agent ended during the start."""
+        """Return an error message for a host's agent that exited during startup."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._ssh[host.name].wait(1.0)  # ssh ends soon after its relay and completes the log
         text = self._log(host.name).read_text(errors="replace")
@@ -159,7 +159,7 @@ class SshHosts:
 
 
 def silent(host: str, seconds: float) -> str:
-    """Return the sentence about a host that does not answer."""
+    """Return the error message for a host that does not answer."""
     return (
         f"Host {host} did not answer within {seconds:g} s. Either the host is too slow, or its "
         "connection was lost."

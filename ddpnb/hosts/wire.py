@@ -17,13 +17,13 @@ class Word(bytes, Enum):
     """The first part of a message; the second part is the content."""
 
     HELLO = b"hello"
-    """The relay has started the agent.  The content has the host's name and the token."""
+    """The relay has started the agent.  The content has the hostname and the token."""
     FRAME = b"frame"
-    """Both ends send frames of the agent's pipe."""
+    """A frame of the agent's pipe, sent by the kernel or by the relay."""
     END = b"end"
     """The kernel asks the relay to end the agent, or the relay says that the agent has ended."""
     PROBE = b"probe"
-    """The kernel has accepted the relay.  Sending this word to a lost relay fails."""
+    """The kernel accepts the relay, or checks its connection; sending to a lost relay fails."""
 
 
 def keep_alive(end: "zmq.Socket[bytes]", lost_ms: int) -> None:

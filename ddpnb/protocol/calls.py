@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
 
 registered: dict[str, Callable[..., Any]] = {}
-"""The function of each call, by name.  Its arguments: the notebook's folder, then the call's."""
+"""The function of each call, by name.  It takes the notebook's folder and the call's arguments."""
 
 
 @final
@@ -43,7 +43,7 @@ class Request(Generic[Result_co]):
     name: str
     arguments: tuple[Any, ...]
     folder: str = ""
-    """The folder to which the rank changes before the call.  If empty, the rank does not change."""
+    """The rank changes to this folder before the call, unless the folder is empty."""
 
     def __call__(self) -> Any:
         """Run the call on the rank."""
@@ -67,9 +67,9 @@ class RankCall(Generic[Arguments, Result]):
 state = RankCall[[], RankState]("state")
 """Return a description of the rank's process and device."""
 form_group = RankCall[[int, bool], list[StaleVariable]]("form_group")
-"""Form a process group, and return variables of old groups.  If True, torch checks all calls."""
+"""Form a process group; return variables that hold old groups.  If True, torch checks all calls."""
 num_calls = RankCall[[], dict[str, int | None]]("num_calls")
-"""Return the number of collectives called on this rank in each group; None if uncertain."""
+"""Return the number of collectives that this rank called in each group; None if uncertain."""
 
 # -- cells and variables -------------------------------------------------------------------
 
@@ -77,13 +77,13 @@ run_cell = RankCall[[CellSpec], CellReport]("run_cell")
 complete = RankCall[[str, int], tuple[str, list[tuple[str, str]]]]("complete")
 """Complete code at an offset; return the code to replace, and each completion with its kind."""
 describe = RankCall[[str, int, int], dict[str, str]]("describe")
-"""Return the output of ``name?`` for the name at an offset.  The last argument sets the detail."""
+"""Return the output of ``name?`` for the name at an offset, at a level of detail (0 or 1)."""
 push = RankCall[[Parcel], None]("push")
 """Put a parcel's variables into the namespace of cells."""
 pull = RankCall[[str, str, Collection[str], int], Parcel]("pull")
 """Evaluate an expression and return its value; see ``rank.variables.give``."""
 pull_model = RankCall[[str, str, Collection[str], int], Parcel]("pull_model")
-"""Return the trained model of a run in a parcel, as ``pull`` does for a value."""
+"""Return the trained model of a run in a parcel, pickled like the values of ``pull``."""
 keep_functions = RankCall[[str, Parcel], None]("keep_functions")
 """Store, under a key, the functions that the user passed to ``ddpnb.compare``."""
 
@@ -101,7 +101,7 @@ clean_up = RankCall[[], None]("clean_up")
 # -- looking inside ------------------------------------------------------------------------
 
 digests = RankCall[[Sequence[str]], RankReplica]("digests")
-"""Return digests of this rank's variables with these names, or of all models if none is named."""
+"""Return digests of this rank's variables with these names; without names, of all models."""
 elements = RankCall[[Collection[int], str, Part, str, Sequence[int]], NDArray[Any] | None](
     "elements"
 )

@@ -53,8 +53,8 @@ Dashes = Literal["solid", "dashed", "dash-dot", "long", "dotted", "dash-dot-dot"
 class Style(NamedTuple):
     """The colour, dashes and marker of a strategy.  No two strategies share both dashes and marker.
 
-    Ten colours are matplotlib's ``petroff10`` (M. Petroff, arXiv:2107.02270), which people with any
-    colour vision can distinguish.  Related strategies share a hue and differ in lightness.
+    Ten colours are matplotlib's ``petroff10`` (Petroff, arXiv:2107.02270).  People with any colour
+    vision can distinguish them.  Related strategies share a hue and differ in lightness.
     """
 
     colour: str
@@ -71,7 +71,7 @@ class StrategyEntry(Entry):
 
     look: Style
     aliases: tuple[str, ...] = ()
-    """Names of the strategy in other libraries.  The error for such a name gives ddpnb's name."""
+    """Names of the strategy in other libraries.  For these names, errors suggest ddpnb's name."""
     needs_shared_memory: bool = False
     """True if the strategy's ranks share memory, so that the strategy cannot run over a link."""
     across_hosts: str = ""
@@ -81,7 +81,7 @@ class StrategyEntry(Entry):
 _TIMEOUT = Option(
     default=60.0,
     least=1,
-    about="seconds to wait for a step of any worker, before silent workers count as dead",
+    about="seconds without a step from any worker after which ddpnb treats silent workers as dead",
 )
 
 _MOMENTUM = Option(
@@ -185,7 +185,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
             "bound": Option(
                 default=-1,
                 least=-1,
-                about="maximum steps ahead of the slowest worker; 0 is synchronous, -1 unlimited",
+                about="maximum lead of a worker in steps; 0 is synchronous, -1 allows any lead",
             ),
             "compensate": Option(
                 default=0.0,
@@ -209,14 +209,14 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         about="each rank trains its own model; every few steps, ranks average the weights",
         import_path="ddpnb.rank.strategies.local_sgd:LocalSgd",
         look=Style("#bd1f01", "solid", "v"),
-        options={"every": Option(default=8, about="average after this number of steps", least=1)},
+        options={"every": Option(default=8, about="steps between two averagings", least=1)},
     ),
     "diloco": StrategyEntry(
         about="like local-sgd, but a Nesterov step applies the averaged change of the weights",
         import_path="ddpnb.rank.strategies.diloco:DiLoCo",
         look=Style("#f0857a", "dashed", "<"),
         options={
-            "every": Option(default=8, about="steps of each rank before a Nesterov step", least=1),
+            "every": Option(default=8, about="steps of a rank between two Nesterov steps", least=1),
             "outer_lr": Option(default=0.5, about="learning rate of the Nesterov step", above=0),
             "outer_momentum": Option(
                 default=0.5, about="momentum of the Nesterov step", least=0, most=0.99
@@ -266,10 +266,10 @@ TASKS: Mapping[str, Entry] = {
         options={
             "samples": Option(default=4096, least=16, about="number of training images"),
             "parameters": Option(
-                default=0, least=0, about="minimum number of parameters, to send more; 0 adds none"
+                default=0, least=0, about="adds parameters up to this number; 0 adds no parameters"
             ),
             "compute": Option(
-                default=0, least=0, about="number of extra convolutions per image, to compute more"
+                default=0, least=0, about="number of extra convolutions, which lengthen each step"
             ),
         },
     ),

@@ -1,9 +1,9 @@
-"""The messages and bytes of collectives, for clocks, predictions, ``%ddp_show``.  (Every process.)
+"""Computes the number of messages and bytes that a collective sends.  (Every process.)
 
-N ranks take part, and each rank gives B bytes.  In a scatter, each rank receives B bytes.  L is
-log2 N, rounded up: the number of rounds of a binomial tree.  In the tree, a rank sends the message
-to K other ranks, and the root sends it to L ranks.  Each rank has one link to all other ranks, with
-a one-way latency and a rate.  A message of n bytes takes latency + n / rate.  In each direction, a
+N ranks take part, and each rank has B bytes.  In a scatter, each rank receives B bytes.  L is log2
+N, rounded up: the number of rounds of a binomial tree.  In the tree, a rank sends the message to K
+other ranks, and the root sends it to L ranks.  Each rank has one link to all other ranks, with a
+one-way latency and a rate.  A message of n bytes takes latency + n / rate.  In each direction, a
 link carries one message at a time.  A collective takes as long as its busiest link needs.
 
 Sources: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
@@ -39,7 +39,7 @@ class Messages(NamedTuple):
 
 
 class Algorithm(NamedTuple):
-    """The algorithm of a collective.  Users also read the formulas of N, L, B and K."""
+    """The algorithm of a collective, with formulas of N, L, B and K that users also see."""
 
     name: str
     messages: str
@@ -89,7 +89,7 @@ COLLECTIVES: Mapping[str, Algorithm] = {
     "all_reduce": RING,
     "all_gather": Algorithm("ring", "N - 1", "(N - 1) B"),
     "reduce_scatter": Algorithm("ring", "N - 1", "(N - 1) B / N"),
-    "all_to_all": Algorithm("each rank sends to every other", "N - 1", "(N - 1) B / N"),
+    "all_to_all": Algorithm("each rank sends to every other rank", "N - 1", "(N - 1) B / N"),
     "broadcast": Algorithm("binomial tree", "L", "L B", "K B"),
     "reduce": Algorithm("binomial tree", "L", "L B", "B", "0"),
     "gather": Algorithm("each rank sends to the root", "N - 1", "(N - 1) B", "B", "0"),
@@ -116,15 +116,15 @@ GLOO: Mapping[str, Algorithm] = {
         _ALL_REDUCE_BYTES,
     ),
 }
-"""Gloo's algorithms that differ from ``COLLECTIVES``.  Bytes counted on sockets confirm them."""
+"""Gloo's algorithms that differ from ``COLLECTIVES``, confirmed by counting bytes on sockets."""
 
 DOUBLE_TREE = Algorithm(
     "double tree: each tree sends half of the bytes, in parts", "2 L", "2 B", _ALL_REDUCE_BYTES
 )
-"""NCCL's all-reduce with double trees.  On average, ranks send as much as in a ring."""
+"""NCCL's all-reduce with double trees.  On average, a rank sends the same bytes as in a ring."""
 
 BEST = "best"
-"""The name for the faster of ring and double tree.  NCCL chooses between them by size."""
+"""The name for the faster of ring and double tree.  NCCL chooses by the size of the message."""
 
 
 def algorithm_of(name: str, backend: str = "") -> Algorithm | None:
@@ -152,7 +152,7 @@ def in_turn(
 ) -> list[tuple[float, float]]:
     """Return the begin and end of each part of a collective.
 
-    Each part takes ``seconds``.  A part begins when all ranks have the part ready and the link has
+    Each part takes ``seconds``.  A part begins when the part is ready on all ranks and the link has
     sent the previous part.  The link is available from time ``free``.
     """
     found = []

@@ -64,7 +64,7 @@ CARDS: Mapping[str, LinkSpec] = {
 DDP_SECONDS_PER_TENSOR = 19e-6
 """Seconds per tensor that DDP adds to a step of a model without a published ``ddp_seconds``."""
 REPLICA_SECONDS_PER_TENSOR = 29e-6
-"""Seconds per tensor that Python needs to call one replica of DataParallel; threads take turns."""
+"""Seconds per tensor of Python code that calls one replica of DataParallel; threads take turns."""
 
 HOST_LINK = LINKS["InfiniBand-EDR"]
 """The default link between hosts."""
@@ -157,7 +157,7 @@ class Devices:
         return -(-self.num // self.num_hosts)
 
     def link_between(self, ranks: Collection[int]) -> LinkSpec:
-        """Return the link between ranks.  Across hosts, the slower values of both links count."""
+        """Return the link between ranks; across hosts, the slower values of both links."""
         if len({rank // self.num_per_host for rank in ranks}) < 2:
             return self.device_link
         return slower_of(self.device_link, self.host_link)
@@ -166,7 +166,7 @@ class Devices:
 _DEVICES = re.compile(r"(\d+)(?:x([A-Za-z]\w*))?(?:/(\d+))?")
 
 MEASURED = "real"
-"""The value of ``--devices`` to measure times on ranks that were started for emulated devices."""
+"""The value of ``--devices`` that turns emulation off, so that ddpnb measures the times."""
 
 
 def count_devices(text: str) -> tuple[int, str, int]:

@@ -28,14 +28,14 @@ def one_of(what: str, given: object, choices: Iterable[object]) -> UserError:
 
 
 def advice(given: str, names: Collection[str], *, few: int = 0) -> str:
-    """Return a hint: similar names, or all names if there are few or none is similar."""
+    """Return a hint: similar names, or all names if there are few names or no similar name."""
     if len(names) > few and (near := closest(given, names)):
         return f"did you mean {near}?"
     return f"choose one of: {', '.join(names)}."
 
 
 def closest(given: str, names: Iterable[str]) -> str:
-    """Return the one or two most similar names, as ``"dp or ddp"``; empty if none is similar."""
+    """Return the one or two most similar names, as ``"dp or ddp"``; empty if no name is similar."""
     return " or ".join(difflib.get_close_matches(given, names, n=2, cutoff=SIMILARITY))
 
 

@@ -14,7 +14,7 @@ class InspectSpec:
     """The model to inspect: a model from the ranks' cells, or the model of a task."""
 
     model: str = ""
-    """An expression that ranks evaluate to get the model; empty if ``task`` has the model."""
+    """An expression for the model on the ranks; empty if the model of ``task`` is inspected."""
     batch: str = option(
         "",
         "the model's input on the ranks: a tensor, or a tuple or dict of arguments",
@@ -23,7 +23,7 @@ class InspectSpec:
     loss: str = option("", "scalar loss of `output`; by default the output's mean", example="EXPR")
     bucket_caps: tuple[float, ...] = option(
         (),
-        "other bucket sizes (bucket_cap_mb) to measure as well",
+        "more bucket sizes (bucket_cap_mb) to measure",
         flag="--bucket-cap",
         above=0,
         most_values=9,
@@ -32,7 +32,7 @@ class InspectSpec:
     task: RunSpec | None = None
     """The run of the task to inspect; None if ``model`` names the model."""
     devices: Devices | None = None
-    """The devices to emulate.  If None, ranks measure the time."""
+    """The devices to emulate.  If None, ranks measure real times."""
     finds_unused: bool = False
     """True if DDP searches for unused parameters, because a rank's loss lacks some of them."""
 
@@ -81,6 +81,6 @@ class CapReport:
     buckets: tuple[Bucket, ...]
     """The buckets of the measured steps, in the order in which DDP sends them."""
     steps: tuple[tuple[Span, ...], ...]
-    """The spans of the rank in each measured step."""
+    """The rank's spans in each measured step."""
     ready_seconds: dict[str, float]
     """Median seconds from the start of the backward pass until each gradient is ready."""

@@ -75,7 +75,7 @@ class RunSpec(TrainingSpec):
 
     @property
     def own_momentum(self) -> float | None:
-        """The momentum in the strategy's options, ``async:momentum=0.5``; None if not given."""
+        """The momentum in the strategy's options, such as ``async:momentum=0.5``, or None."""
         chosen = parse_strategy(self.strategy)
         value = chosen.options.get("momentum") if chosen.name in STRATEGIES else None
         return None if value is None else float(value)
@@ -91,7 +91,7 @@ class RunHeader:
     """The facts about a run that its first rank sends before the first step."""
 
     synchronous: bool
-    """True if all workers make each step together; otherwise each worker counts its own steps."""
+    """True if all workers take each step together; otherwise each worker counts its own steps."""
     num_workers: int
     """The number of ranks that train.  For ``dp``, the number of replicas."""
     num_threads: int
@@ -150,13 +150,13 @@ class MarkKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """An event on a rank during a run: a fault on purpose, a death, a restart."""
+    """An event on a rank during a run: an injected fault, a death or a restart."""
 
     rank: int
     seconds: float
     """Training seconds since the run began."""
     text: str = ""
-    """A description in a few words, e.g. ``"3x slower"``; by default the name of the kind."""
+    """A description such as ``"3x slower"``; by default the name of the kind."""
     kind: MarkKind = MarkKind.OTHER
 
     def __post_init__(self) -> None:
@@ -192,9 +192,9 @@ class StepEvent:
     num_bytes_sent: int = 0
     """The number of bytes that this worker sent to other workers in this step."""
     num_bytes_received: int = 0
-    """The number of bytes that this worker received.  The step's row omits this number."""
+    """The number of bytes that this worker received.  The step's row does not include it."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Other numbers of the step, by name.  The step's row does not include them."""
+    """Additional numbers of the step, by name.  The step's row does not include these numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +208,7 @@ class Checked:
     has_accuracy: bool = False
     """True if the model's held-out accuracy can be computed.  Only rank 0 checks this."""
     num_epochs: float = 0.0
-    """The number of epochs that take ``min_seconds``; 0 if not requested, or if unknown."""
+    """The number of epochs that last ``min_seconds``; 0 without ``min_seconds``, or if unknown."""
     num_held_out: int = 0
     seconds_per_judged: float = 0.0
     """Seconds that rank 0 needs to evaluate one held-out sample; 0 if unknown."""
@@ -226,7 +226,7 @@ ROW_BYTES = _ROW.size
 def pack_step(rank: int, step: StepEvent) -> bytes:
     """Return one step as 76 bytes.  ddpnb sends and stores these bytes, and numpy reads them.
 
-    Packing is faster than pickling on a rank.  The kernel need not unpack the rows.
+    On a rank, packing is faster than pickling.  The kernel does not need to unpack the rows.
     """
     staleness = NO_STALENESS if step.staleness is None else step.staleness
     return _ROW.pack(
@@ -244,7 +244,7 @@ def pack_step(rank: int, step: StepEvent) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventBatch:
-    """The events in one message from a rank.  ``sequence`` numbers the rank's batches of a run."""
+    """The events in one message from a rank.  ``sequence`` counts the rank's batches in a run."""
 
     run_id: str
     rank: int
@@ -253,7 +253,7 @@ class EventBatch:
     rows: bytes = b""
     """The steps and calls of ``ddpnb.log``, each packed by ``pack_step``."""
     metrics: tuple[tuple[int, str, float], ...] = ()
-    """Other numbers of steps, and numbers that the user logged, each with its row and name."""
+    """Additional numbers of steps and numbers that the user logged, each with its row and name."""
     marks: tuple[Mark, ...] = ()
     evaluating: Evaluating | None = None
 
@@ -270,16 +270,16 @@ class RejoinInfo:
     first_batch: int
     """The number of event batches that this rank has sent so far."""
     first_step: int
-    """The number of steps that this rank has made so far."""
+    """The number of steps that this rank has taken so far."""
     began_at: float
     """The ``time.time()`` at which the training began."""
 
 
 class Evaluation(NamedTuple):
-    """The scores of the model on held-out samples at one moment of a run."""
+    """The scores of the model on held-out samples at one time during a run."""
 
     num_samples: int
-    """The number of training samples that all workers had seen at this moment."""
+    """The number of training samples that all workers had seen at that time."""
     seconds: float
     """Training seconds since the run began, on rank 0."""
     loss: float
@@ -340,7 +340,7 @@ class RunReport:
     was_stopped: bool = False
     """True if the run was stopped before its last step."""
     evaluation_was_cut: bool = False
-    """True if the run made its last step but was interrupted during the evaluation."""
+    """True if the run took its last step but was interrupted during the evaluation."""
 
     def __post_init__(self) -> None:
         made = tuple(Evaluation(*each) for each in self.evaluations)  # the store returns lists
@@ -373,7 +373,7 @@ class CellSpec:
     script: Script | None = None
     """The script from which ``source`` was read; None if ``source`` is a cell."""
     debug_rank: int | None = None
-    """The rank that may ask the user questions with ``breakpoint()`` or ``input()``, or None."""
+    """The only rank that may prompt the user with ``breakpoint()`` or ``input()``; may be None."""
     is_traced: bool = False
 
 

@@ -1,4 +1,4 @@
-"""Parsers of the short notations that users write; they raise UserError.  (Every process.)
+"""Parses the short notations that users write; raises UserError for invalid text.  (Every process.)
 
 ddp:hook=fp16,bucket_cap_mb=5   a strategy or a task, with options
 0,2-3                           ranks
@@ -11,7 +11,7 @@ accuracy=0.95                   a target accuracy on held-out samples; also accu
 178ms/64                        a step of 178 ms for 64 samples
 4MB                             a number of bytes; also 4MiB, 4096
 
-``parse_quantity`` reads each number with its unit.
+``parse_quantity`` parses every number that has a unit.
 """
 
 import math
@@ -141,7 +141,7 @@ _THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**2
 BYTES = {f"{size}{b}": num for size, num in _THOUSANDS.items() for b in ("", "b")}
 _BIT_RATES = {f"{size}bit{s}": _THOUSANDS[size] for size in ("", "k", "m", "g") for s in ("", "/s")}
 RATES = _BIT_RATES | {"kB/s": 8e3, "MB/s": 8e6, "GB/s": 8e9}
-"""Units of rates, in bits per second.  Gbit and other units with ``bit`` may be in any case."""
+"""Units of rates, in bits per second.  Units with ``bit`` may be in upper or lower case."""
 
 
 def parse_quantity(text: str, units: Mapping[str, float]) -> float:
@@ -175,7 +175,7 @@ def parse_size(name: str, text: str) -> int:
 # -- faults on purpose ---------------------------------------------------------------------
 
 MAX_SECONDS = 86_400.0
-"""The maximum time in a fault, in seconds: one day."""
+"""The maximum number of seconds that a fault may specify: one day."""
 MAX_FACTOR = 10_000.0
 
 
@@ -187,7 +187,7 @@ class Slow:
     factor: float = 1.0
     """The factor that multiplies the rank's computing time."""
     seconds: float = 0.0
-    """The seconds that are added to each step."""
+    """The number of seconds that are added to each step."""
     text: str
     """The description for users: ``"3x slower"``."""
 
@@ -201,13 +201,14 @@ def parse_slow(text: str) -> Slow:
     if rank.isdecimal() and 0 < seconds <= MAX_SECONDS:
         return Slow(rank=int(rank), seconds=seconds, text=f"{1e3 * seconds:g} ms slower")
     raise UserError(
-        f"--slow {text} is not valid. Write a rank with a factor above 1 and at most "
-        f"{MAX_FACTOR:g}, such as 1:3x, or with a time per step of at most a day, such as 1:50ms."
+        f"--slow {text} is not valid. Write a rank and a factor, such as 1:3x, or a rank and a "
+        f"time per step, such as 1:50ms. The factor must be more than 1 and at most "
+        f"{MAX_FACTOR:g}, and the time at most a day."
     )
 
 
 def parse_kills(texts: Iterable[str]) -> dict[int, float]:
-    """Parse strings such as ``1@5s``; return each rank with its training seconds until the kill."""
+    """Parse strings such as ``1@5s``; return the training seconds until the kill, by rank."""
     kills: dict[int, float] = {}
     for text in texts:
         rank, _, amount = text.partition("@")
@@ -265,7 +266,7 @@ LINKS: Mapping[str, LinkSpec] = {
 
 
 def slower_of(first: LinkSpec, second: LinkSpec) -> LinkSpec:
-    """Return a link with the lower rate and the longer latency of two links in a ring."""
+    """Return a link with the lower rate and the longer latency of two links."""
     return LinkSpec(
         bits_per_second=min(first.bits_per_second, second.bits_per_second),
         latency_seconds=max(first.latency_seconds, second.latency_seconds),
@@ -292,7 +293,7 @@ def parse_link(text: str) -> LinkSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The loss or accuracy that a training should reach."""
+    """The loss or accuracy that a run should reach."""
 
     value: float
     is_accuracy: bool = False

@@ -1,4 +1,4 @@
-"""The options of a cluster, a cell or a training that a user can set.  (Every process.)
+"""Defines how an option that users can set is declared, checked and parsed.  (Every process.)
 
 An option is declared once, as a field of a spec: ``clip: float = option(1.0, "largest norm")``.
 The declaration defines the option's check, the magic's argument ``--clip`` and its help, tab
@@ -52,7 +52,7 @@ class Option:
     """The heading above the option's help."""
     example: str = "N"
     most_values: int = 1
-    """Maximum number of values.  Users write several values as ``"0.02,0.05"`` or as a tuple."""
+    """Maximum number of values, which users write as ``"0.02,0.05"`` or as a tuple."""
 
     @property
     def keyword(self) -> str:
@@ -62,7 +62,7 @@ class Option:
 
     @property
     def name(self) -> str:
-        """The option's name in errors.  If True is the default, errors use the name in Python."""
+        """The option's name in errors: the flag, or the Python name if the default is True."""
         return self.keyword if self.default is True else self.flag
 
     @property
@@ -122,7 +122,7 @@ class Option:
         return self.validate(name, value, given)
 
     def validate(self, name: str, value: Any, given: Any = None) -> Any:
-        """Return a valid value, converted by ``as_kind``; raise UserError as ``read`` does.
+        """Check a value; return it, converted by ``as_kind``.  Raise UserError if it is not valid.
 
         The error quotes ``given``, the value as the user wrote it, if ``given`` is not None.
         """
@@ -153,14 +153,14 @@ class Option:
 
 
 def option(default: Any, about: str, **described: Any) -> Any:
-    """Return a field of a spec that the user can set; ``described`` sets fields of ``Option``."""
+    """Return a field that declares an option of a spec; ``described`` sets fields of ``Option``."""
     made = Option(default=default, about=about, **described)
     return dataclasses.field(default=default, metadata={"option": made})
 
 
 @functools.cache
 def options_of(spec: type, *names: str) -> Mapping[str, Option]:
-    """Return the options of a spec by field: all options, or only those with these names."""
+    """Return the options of a spec, by field name: all options, or only the named options."""
     found = {}
     for each in dataclasses.fields(spec):
         if each.metadata:
@@ -199,8 +199,8 @@ def check_options(spec: Any) -> None:
 def as_kind(name: str, value: object, kind: type) -> Any:
     """Return a value as an object of a built-in type, which ddpnb can store and send.
 
-    Numpy's numbers are valid, and a whole number is a valid float.  Other types raise a UserError
-    about ``name``.  If ``kind`` is not in ``KINDS``, objects of this class are returned unchanged.
+    Numpy's numbers are valid, and a whole number is a valid float.  For other types, a UserError
+    names ``name``.  If ``kind`` is not in ``KINDS``, objects of this class are returned unchanged.
     """
     if kind not in KINDS and isinstance(value, kind):
         return value

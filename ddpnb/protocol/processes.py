@@ -47,7 +47,7 @@ class ForkServerEvent(StrEnum):
 
     EXITED = "exited"
     ANSWER = "answer"
-    """The ``value`` or the ``failure`` of a request."""
+    """The answer to a request: a ``value``, or a ``failure`` if the request failed."""
 
 
 class RankCommand(StrEnum):
@@ -56,7 +56,7 @@ class RankCommand(StrEnum):
     ABORT = "abort"
     """End all waits for other ranks; answer with the number of waits that ended."""
     ANSWER = "answer"
-    """Send the user's line to a rank in the debugger, or None if the prompt no longer exists."""
+    """Send the user's input to a rank that waits for it, or None if the prompt no longer exists."""
     STATUS = "status"
     """Answer with the fields of a ``RankStatus``."""
     STACK = "stack"
@@ -67,7 +67,7 @@ class RankCommand(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
-    """The activity of one rank at one moment."""
+    """The current activity of one rank."""
 
     rank: int
     is_busy: bool
@@ -79,11 +79,11 @@ class RankStatus:
     file: str = ""
     """The name of the script that the rank runs; empty in a cell."""
     call: str = ""
-    """The ``torch.distributed`` call in which the rank waits, e.g. ``"all_reduce"``; or empty."""
+    """The call in which the rank waits, such as ``"all_reduce"``; empty if it does not wait."""
     in_backward: bool = False
     """True if the rank is inside ``backward()``, in which DDP calls its all-reduces."""
     tensor: str = ""
-    """The tensor that ``call`` sends, e.g. ``"Float [3, 4]"``; empty if unknown."""
+    """The tensor that ``call`` sends, such as ``"Float [3, 4]"``; empty if unknown."""
     peer: int | None = None
     """The rank to which ``call`` sends, or from which ``call`` receives."""
     num_collectives: int = 0
@@ -91,7 +91,7 @@ class RankStatus:
     num_bytes_between_hosts: int = 0
     """The bytes sent and received between this rank and the ranks of other hosts."""
     cpu_seconds: float = 0.0
-    """Processor time of the process; 0 during a wait for a GPU, because the wait uses a core."""
+    """CPU time of the process; 0 while it waits for a GPU, because this wait also uses CPU time."""
 
 
 def num_cores(system: Path = Path("/sys/devices/system/cpu")) -> int:
@@ -228,7 +228,7 @@ def working_folder() -> Path:
 
 
 def atomic_write(path: Path, content: bytes | memoryview, *, mode: int = 0o666) -> None:
-    """Write a file so that it has the old or the new content, even if this process is killed."""
+    """Write a file; if this process is killed, the file has either the old or the new content."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)

@@ -1,4 +1,4 @@
-"""The ranks' reports on their replicas and on the samples that they get (kernel, ranks)."""
+"""The reports of ranks on their replicas and on the samples that they get (kernel, ranks)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -75,7 +75,7 @@ class RankReplica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSpec:
-    """The sampler and the epochs that a rank reads."""
+    """The sampler to show, and the number of epochs that each rank iterates over it."""
 
     expression: str = ""
     """A sampler or ``DataLoader`` on the ranks.  If empty, ddpnb makes a ``DistributedSampler``."""
@@ -105,4 +105,4 @@ class RankSamples:
     """The size of the data set; 0 if unknown."""
     epochs: tuple[Indices, ...]
     has_set_epoch: bool = True
-    """True if the sampler has ``set_epoch``.  Without it, a random order is only an example."""
+    """True if the sampler has ``set_epoch``.  If not, the next epoch's order may differ."""

@@ -1,4 +1,4 @@
-"""The options of a training, which are the same for every strategy.  (Every process.)
+"""The training options, which are the same for every strategy.  (Every process.)
 
 Each option is declared once, as a field of ``TrainingSpec`` with an ``Option``.
 """
@@ -29,7 +29,7 @@ _training, _steps, _devices, _data, _faults = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSpec:
-    """The options of a training, which are the same for every strategy of a comparison."""
+    """The training options, which are the same for every strategy of a comparison."""
 
     task: str = _training(
         CELL_TASK,
@@ -69,13 +69,13 @@ class TrainingSpec:
     )
     eval_samples: int | None = _training(
         None,
-        "maximum samples per split in an evaluation; by default 10,000, or fewer if evaluations "
-        "would take more than a quarter of the training time",
+        "maximum number of samples per split in an evaluation; by default 10,000, or fewer if "
+        "evaluations would take more than a quarter of the training time",
         least=1,
     )
     min_seconds: float | None = _training(
         None,
-        "minimum training seconds of every strategy; ddpnb adds epochs to all strategies equally",
+        "minimum training time of each run, in seconds; if needed, all runs train more epochs",
         above=0,
         most=86_400,
         example="S",
@@ -98,7 +98,7 @@ class TrainingSpec:
     devices: str = _devices(
         "",
         "emulate eight V100 cards (times are computed, gradients are real); 16xV100/2 emulates two "
-        "hosts; 8 emulates devices as fast as one idle core; real measures the times",
+        "hosts; 8 emulates devices as fast as one idle core; real measures times without emulation",
         example="8xV100",
         offers=tuple(f"8x{card}" for card in CARDS),
     )
@@ -210,7 +210,7 @@ class TrainingSpec:
 
 
 def make_training_spec(choices: Mapping[str, Any], **others: Any) -> TrainingSpec:
-    """Return the training that the user's choices describe; see ``read_options``.
+    """Return the spec of the training that the user's choices describe; see ``read_options``.
 
     ``others`` are fields that are not options.
     """

@@ -2,7 +2,7 @@
 
 Cloudpickle also pickles the code of classes and functions of cells.  The memory of large arrays and
 tensors stays out of the pickle.  The sender writes this memory once, and the receiver maps it
-copy-on-write.  The mapping lives until the last array or tensor in it is freed.
+copy-on-write.  The mapping exists until the last array or tensor in it is freed.
 """
 
 import importlib
@@ -40,7 +40,7 @@ class Parcel:
     """Pickled variables, ready to send."""
 
     parts: tuple[bytes, ...] = ()
-    """The pickle, then the arrays outside the pickle.  Empty if they are in the file ``path``."""
+    """The pickle, then the arrays outside the pickle.  Empty if the file ``path`` has the parts."""
     path: str = ""
     sizes: tuple[int, ...] = ()
     """The number of bytes of each part in the file."""
@@ -98,7 +98,7 @@ class VariablePickler(cloudpickle.Pickler):  # type: ignore[misc]  # has no type
 
 
 def main_namespace() -> dict[str, Any]:
-    """Return the notebook's variables.  On a rank: the variables of cells or of ``load``."""
+    """Return the notebook's variables.  On a rank, return the variables of cells or of ``load``."""
     found = _namespace.get()
     return vars(sys.modules["__main__"]) if found is None else found
 
@@ -107,14 +107,14 @@ _namespace: ContextVar[dict[str, Any] | None] = ContextVar("namespace", default=
 
 
 def own_class(name: str) -> Any:
-    """Return the receiving process's own class in ``__main__`` with this name."""
+    """Return the class with this name from ``__main__`` of the process that unpickles."""
     return vars(sys.modules["__main__"])[name]
 
 
 def reduce_tensor(tensor: Any, torch: Any, *, stays: bool) -> Any:
     """Reduce a tensor to the memory of its elements; copy the elements if they are not contiguous.
 
-    Torch reduces special tensors itself.  Unless ``stays``, they are first copied to the CPU.
+    Torch reduces special tensors itself, after a copy to the CPU unless ``stays`` is True.
     """
     kind, device = type(tensor), tensor.device.type
     if kind is torch.nn.Parameter:
@@ -151,7 +151,7 @@ def packed(parts: Sequence[memoryview], path: str, *, num_copies: int = 1) -> Pa
     The parts are in the parcel if they are small, if ``path`` is empty, or if the disk is full.
 
     Raises:
-        MemoryError: the memory is too small for ``num_copies`` such files.
+        MemoryError: the free memory is too small for ``num_copies`` files of this size.
         FileNotFoundError: the file has been removed.
     """
     sizes = tuple(part.nbytes for part in parts)
@@ -178,7 +178,7 @@ def _aligned(size: int) -> int:
 
 
 def receive(parcel: Parcel) -> Any:
-    """Unpickle a parcel and raise errors of unpickling.  The arrays are writable copies."""
+    """Unpickle a parcel; errors are not caught.  The arrays are writable copies."""
     return load(opened(parcel))
 
 

@@ -16,7 +16,7 @@ from ddpnb.scaling.waiting import expected_max
 GLOO_LATENCY_SECONDS = 30e-6
 """The assumed latency of a message between two processes of a host."""
 MOST_FIXED = 50.0
-"""Upper bound of a step's fixed cost, divided by the cost of the largest batch's samples."""
+"""Maximum ratio of a step's fixed cost to the cost of the samples in the largest batch."""
 FREE = LinkSpec(bits_per_second=1e15, latency_seconds=0.0)
 """A link that is so fast that exchanges take hardly any time."""
 
@@ -96,7 +96,7 @@ class Calibration:
     measured: Measured
     work: Workload
     here: Machine
-    """The real or the emulated machine."""
+    """The machine that trained the comparison, real or emulated."""
 
 
 def calibrate(measured: Measured) -> Calibration:
@@ -171,7 +171,7 @@ def _fixed_over_per_sample(measured: Measured) -> float:
     ratios = np.concatenate([[0.0], largest * np.geomspace(1e-3, MOST_FIXED, 600)])
 
     def spread(ratio: float) -> float:
-        """Return how much the step sizes of each group disagree on the cost of a sample."""
+        """Return how much the cost of a sample differs between the step sizes of the same group."""
         total = 0.0
         for group in groups:
             logs = [math.log(g.seconds / (ratio + g.num_samples)) for g in group]
@@ -212,7 +212,7 @@ def _with_link(work: Workload, here: Machine, measured: Measured) -> tuple[Workl
     latency = min(GLOO_LATENCY_SECONDS, 0.25 * left / (num - 1)) / busy
 
     def over(seconds: float) -> Machine:
-        """Return the machine with a link that moves all bytes in ``seconds`` plus latencies."""
+        """Return the machine with a link that sends all bytes in ``seconds``, plus latencies."""
         moved = 2 * (num - 1) / num * work.num_bytes
         rate = 8 * moved / seconds * busy
         return replace(here, link=LinkSpec(bits_per_second=rate, latency_seconds=latency))
@@ -226,7 +226,7 @@ def _with_link(work: Workload, here: Machine, measured: Measured) -> tuple[Workl
 
 
 def _factor(name: str, work: Workload, here: Machine, measured: Measured) -> float | None:
-    """Return measured over modelled seconds, both minus ``no-comm``'s seconds; None means 1."""
+    """Return the ratio of measured to modelled seconds beyond ``no-comm``'s step; None means 1."""
     is_fitted = measured.devices is None or name.startswith(("fsdp", "zero"))
     if name in ("single", "no-comm", "ddp") or not is_fitted:
         return None

@@ -38,7 +38,7 @@ NO_GAIN = 1.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The costs of a training, measured on one rank and on several ranks."""
+    """The costs of training a model, measured on one rank and on several ranks."""
 
     alone: Compute
     """Cost of a step if only one rank computes."""
@@ -78,7 +78,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The hosts and links on which a training runs."""
+    """The hosts on which a model is trained, and their links."""
 
     link: LinkSpec
     """The link between hosts, or between all ranks if ``inside`` is None."""
@@ -125,8 +125,8 @@ def cost(work: Workload, machine: Machine, num_ranks: int) -> Compute:
     """Return the cost of a step of one rank while N ranks compute at once.
 
     Ranks on cores slow each other down.  The slowdown is proportional to the number of other ranks
-    that compute at once (at most one rank per core).  The factor is measured.  On devices, the
-    slowdown equals the measured slowdown.
+    that compute at once (at most one rank per core).  The factor of this slowdown is measured.  On
+    devices, the slowdown equals the measured slowdown.
     """
     busy = min(machine.on_host(num_ranks), machine.cores_per_host)
     measured = min(work.num_together, machine.cores_per_host)
@@ -160,7 +160,7 @@ class Situation:
         return float(value)
 
     def computing(self, *, meets: bool = True) -> float:
-        """Return a rank's seconds of computing in a step; if ``meets``, with waiting for ranks."""
+        """Return the seconds that a rank computes, and if ``meets`` also waits, in a step."""
         work, machine, num = self.work, self.machine, self.num_ranks
         samples = math.ceil(work.samples(num)) if meets else work.samples(num)
         own = cost(work, machine, num).of(samples)
@@ -188,7 +188,7 @@ class Situation:
 
 
 def _single(case: Situation) -> float:
-    """Return the seconds of one device with the whole batch, for any number of ranks."""
+    """Return the seconds of one device for the whole batch; the number of ranks does not matter."""
     return case.work.alone.of(case.work.samples(1))
 
 
@@ -220,7 +220,7 @@ def bucket_sizes(num_bytes: float, cap: float) -> list[float]:
 
 
 def _after(case: Situation, *names: str) -> float:
-    """Return the seconds of computing, followed by collectives that each send all bytes."""
+    """Return the seconds of a step: computing, then each named collective with all bytes."""
     return case.computing() + sum(case.exchange(name, case.size) for name in names)
 
 
@@ -241,7 +241,7 @@ def _fsdp(case: Situation) -> float:
     """Return the seconds of DDP plus all gathers before the last backward pass.
 
     The last gather and the reduce-scatter cost the same as DDP's all-reduce.  A forward pass can
-    hide its gather, except the first bucket.  Earlier backward passes can hide their whole gather.
+    hide its gather after the first bucket.  Earlier backward passes can hide their whole gather.
     """
     work, gathering = case.work, case.gathering()
     backward = case.backward(case.computing())
@@ -302,7 +302,7 @@ def formula_of(strategy: str) -> tuple[Choice, Callable[[Situation], float]]:
 
 
 def step_seconds(strategy: str, work: Workload, machine: Machine, num_ranks: int) -> float:
-    """Return the seconds of a strategy for a full batch on N ranks.
+    """Return the seconds that a strategy needs for a full batch on N ranks.
 
     If batches differ in size, return the mean, scaled to the samples of a full batch.
     """
@@ -336,7 +336,7 @@ def point(strategy: str, work: Workload, machine: Machine, num_ranks: int) -> Po
 
 
 def stops_at(strategy: str, work: Workload, machine: Machine, most: int) -> int | None:
-    """Return the number of ranks at which scaling stops; None if that is above ``most``."""
+    """Return the number of ranks at which scaling stops; None if it is larger than ``most``."""
     ranks = 1
     while 2 * ranks <= most:
         if work.samples(2 * ranks) < 1:

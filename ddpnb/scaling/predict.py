@@ -24,7 +24,7 @@ MAX_RANKS = 1_000_000
 SEARCHED = 4096
 """Minimum number of ranks up to which ddpnb searches for the end of scaling."""
 STRATEGIES = ("ddp", "async", "local-sgd")
-"""Default strategies if the comparison has only ``single`` and ``no-comm``."""
+"""The strategies to predict if the comparison has only ``single`` and ``no-comm``."""
 INSIDE = "pcie4"
 """Default link between the ranks of one host, with ``--hosts``."""
 DEVICE_VARIATION = 0.02
@@ -78,7 +78,7 @@ class Question:
     )
     step: str = option(
         "",
-        "a step that you measured on another device: its time and its samples",
+        "time and samples of a step that you measured on another device",
         example="178ms/64",
     )
     accumulate: int | None = option(None, "micro-batches in --step; by default 1", least=1)
@@ -114,11 +114,11 @@ class Prediction:
     question: Question
     work: Workload
     machine: Machine
-    """The machine in the question."""
+    """The machine for which the throughput is predicted."""
     points: Mapping[str, tuple[Point, ...]]
     """Predictions by strategy, for each number of ranks with at least one sample per rank."""
     stops: Mapping[str, int | None]
-    """Number of ranks from which doubling adds less than a tenth; None if above ``searched``."""
+    """Number of ranks at which doubling adds less than a tenth; None if above ``searched``."""
     searched: int
     limits: Mapping[str, str]
     """The main bottleneck of each strategy at the largest number of ranks."""
@@ -173,7 +173,7 @@ def predict(found: Calibration, question: Question) -> Prediction:
 
 
 def _placed(found: Calibration, question: Question) -> tuple[Workload, Machine]:
-    """Return the workload and the machine in the question."""
+    """Return the workload and the machine that the question describes."""
     work, machine, is_emulated = found.work, found.here, found.measured.devices is not None
     if question.step:
         seconds, samples = parse_step(question.step)

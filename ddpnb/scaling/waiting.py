@@ -19,7 +19,7 @@ def server_bound(link: LinkSpec, size: float, compute: float, num_workers: int) 
 
     A worker computes for c seconds.  An undisturbed exchange takes e seconds: S bytes each way, at
     b seconds per byte, with latency a.  The server's link needs s seconds for one gradient.  These
-    are the asymptotes of a closed queue.  Without variation, the rate reaches them (Denning, Buzen,
+    are the asymptotes of a closed queue.  If no time varies, the rate reaches them (Denning, Buzen,
     "The Operational Analysis of Queueing Network Models", ACM Computing Surveys 10(3), 1978).
     """
     message = Messages(1, size).seconds(link)
