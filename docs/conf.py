@@ -32,6 +32,7 @@ html_extra_path = ["root"]
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False
+smartquotes_action = "qe"  # options keep their two dashes
 html_theme_options: dict[str, Any] = {"show_toc_level": 2, "navbar_persistent": []}
 if repository:
     html_theme_options |= {

@@ -3,6 +3,7 @@
 import argparse
 import ast
 import inspect
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -13,35 +14,35 @@ from ddpnb.protocol.options import Option
 
 RESULTS = ("ddpnb.reports.result.ComparisonResult", "ddpnb.reports.inside.traces.TraceResult")
 MESSAGES = {
-    "The line of a magic": (
+    "Which option is wrong?": (
         "magics/arguments.py: arguments no_arguments",
         "protocol/notation.py: parse_ranks",
         "magics/magics.py: ddp_push ddp_run rank",
         "session/cells.py: read_script",
     ),
-    "Starting ranks": (
+    "Why do the ranks not start?": (
         "session/session.py: cluster",
         "cluster/placement.py: check_num_ranks place_ranks _choose_backend",
     ),
-    "Cells and variables": (
+    "Why does a cell not run?": (
         "cluster/cluster.py: require require_idle ensure_group",
         "session/session.py: _refuse_if_training",
         "session/variables.py: pull send",
         "rank/torchrun.py: _check refuse_launchers",
     ),
-    "A rank fails, hangs or is stopped": (
+    "What happened to the ranks?": (
         "session/errors.py: CellTimeoutError CellInterrupt HangError",
         "cluster/wording.py: remedy",
         "cluster/monitor.py: notice",
         "rank/collectives/mismatch.py: _settle begin",
     ),
-    "Comparing strategies": (
+    "Why does a comparison not start?": (
         "session/comparison_spec.py: __post_init__ _check_memory refuse_magics",
         "protocol/training_options.py: __post_init__ make_training_spec",
         "session/comparison.py: with_devices _check_target",
         "session/machine.py: disturbance",
     ),
-    "Your model and data": (
+    "What is wrong with my model or data?": (
         "rank/tasks/cell.py: _function _checked_model",
         "rank/training/model_checks.py: check_model refuse_sum _own_loss _supervised_loss",
         "rank/tasks/samples.py: as_samples _as_tensors _stack",
@@ -133,8 +134,9 @@ def options(owner: str, declared: Mapping[str, Option]) -> Iterator[str]:
 def messages() -> Iterator[str]:
     """Yield the lines of the page of messages: those that users see most, by situation."""
     yield "# Messages\n"
-    yield "The messages that you are most likely to see, as the code has them. A word in braces"
-    yield "stands for a value. [Troubleshooting](../troubleshooting.md) starts from a symptom.\n"
+    yield "This page lists the messages that you are most likely to see, as they are in the code."
+    yield "A word in braces stands for a value. If you have only a symptom, start with"
+    yield "[Troubleshooting](../troubleshooting.md).\n"
     for heading, places in MESSAGES.items():
         yield f"## {heading}\n"
         yield from (f"- {each}" for place in places for each in messages_at(place))
@@ -165,7 +167,7 @@ def written(node: ast.AST) -> str:
     """Return a text of the code as Markdown, with a name in braces for each value."""
     match node:
         case ast.Constant(value=str(text)):
-            return text.replace("*", r"\*").replace("<", r"\<").replace("`", r"\`")
+            return re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", text)
         case ast.JoinedStr(values=parts):
             return "".join(map(written, parts))
         case ast.FormattedValue(value=ast.Name(id=name) | ast.Attribute(attr=name)):
