@@ -92,8 +92,8 @@ COLLECTIVES: Mapping[str, Algorithm] = {
     "all_to_all": Algorithm("each rank sends to every other rank", "N - 1", "(N - 1) B / N"),
     "broadcast": Algorithm("binomial tree", "L", "L B", "K B"),
     "reduce": Algorithm("binomial tree", "L", "L B", "B", "0"),
-    "gather": Algorithm("each rank sends to the root", "N - 1", "(N - 1) B", "B", "0"),
-    "scatter": Algorithm("the root sends to each rank", "N - 1", "(N - 1) B", "0", "(N - 1) B"),
+    "gather": Algorithm("each rank sends its bytes to the root", "N - 1", "(N - 1) B", "B", "0"),
+    "scatter": Algorithm("root sends a part to each rank", "N - 1", "(N - 1) B", "0", "(N - 1) B"),
     "barrier": Algorithm(
         "dissemination: in round k, each rank notifies the rank 2^k places after it", "L", "0"
     ),
