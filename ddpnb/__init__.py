@@ -1,8 +1,8 @@
 """Compare data-parallel training strategies from a notebook.  (Kernel and ranks.)
 
 In a notebook, ``%load_ext ddpnb`` loads the magics.  The functions of this package do the same
-as the magics.  Importing the package imports neither torch nor matplotlib.  A public name is
-looked up when you use the name, in the kernel or on a rank.
+as the magics.  Importing the package imports neither torch nor matplotlib.  Public names are
+imported when you use them for the first time, in the kernel or on a rank.
 """
 
 import importlib

@@ -150,7 +150,7 @@ def run_script(
     keep: bool = False,
     **choices: Any,
 ) -> RunningCell | TraceResult | None:
-    """Run a script that was written for ``torchrun`` on the ranks.  Same as ``%ddp_run``.
+    """Run a ``torchrun`` script on the ranks.  Same as ``%ddp_run``.
 
     Example: ``ddpnb.run_script("train.py", ["--epochs", "3"])``.  The script runs in a new
     ``__main__``.  If the script forms a process group, ddpnb provides the cluster's process group.
@@ -211,8 +211,8 @@ def compare(
 ) -> ComparisonResult | RunningComparison:
     """Train strategies on the same task and compare them live.  Same as ``%%ddp_compare``.
 
-    Example: ``ddpnb.compare("ddp", "async", task="digits")``.  ddpnb sends functions and classes
-    of the notebook to the ranks, with all names that they use: ``model=Net, data=load``.
+    Example: ``ddpnb.compare("ddp", "async", task="digits")``.  To train another model, pass your
+    functions: ``model=Net, data=load``.  ddpnb also sends all names that these functions use.
 
     Args:
         *strategies: names of strategies, such as ``"ddp"``, or ``"ddp:hook=fp16"`` with an option.
@@ -286,8 +286,8 @@ def plot(*names: str, **choices: Any) -> ComparisonResult:
     """Draw stored runs in one figure: ``ddpnb.plot("race")``.  Same as ``%ddp_plot``.
 
     Args:
-        *names: names of runs or comparisons, as shown by ``ddpnb.runs()``.  ``"ddp"`` is the
-            latest run of this strategy.  Default: the latest comparison.
+        *names: names of runs or comparisons, as shown by ``ddpnb.runs()``.  A strategy's name, such
+            as ``"ddp"``, means its latest run.  Default: the latest comparison.
         **choices: as listed.
     """
     return this_session().load(names, PlotOptions(**read_options(PlotOptions, choices)))
@@ -314,7 +314,7 @@ def export(name: str, path: Path | str) -> str:
             script for torchrun (``.py``).
 
     Returns:
-        A sentence about the file.  For a script, the text also has the commands to run it.
+        A text that names the file.  For a script, the text also has the commands to run the script.
     """
     return this_session().load([name]).save(path)
 
@@ -401,7 +401,7 @@ def last_trace() -> TraceResult:
 def inspect(
     model: str = "", *, source: str = "", run: str = "", **choices: Any
 ) -> DdpInspection | AsyncInspection:
-    """Measure the parts of a training step.  Same as ``%ddp_inspect``.
+    """Measure each part of a training step of DDP.  Same as ``%ddp_inspect``.
 
     Example: ``ddpnb.inspect("model", batch="x", loss="f(output, y)")``.  ddpnb measures copies, so
     models, gradients, optimizers and random numbers stay unchanged.
@@ -409,7 +409,7 @@ def inspect(
     Args:
         model: a model or a DDP module that a cell created on the ranks.  Default: a task's model.
         source: a cell that defines ``model()`` and ``data(split)``.
-        run: name of a stored ``async`` run.  Show the run's versions instead of measuring a step.
+        run: name of a stored ``async`` run, to show its parameter versions instead of a step.
         **choices: as listed.
 
     Returns:
@@ -457,7 +457,7 @@ def advise() -> Table:
     """Recommend a strategy for the ranks' hosts and devices.  Same as ``%ddp_advise``.
 
     Returns:
-        The table of strategies by hosts and connections, with this machine marked.
+        A table of recommended strategies for one or several hosts, with this machine marked.
 
     Raises:
         UserError: no cluster is running.

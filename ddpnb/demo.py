@@ -1,4 +1,4 @@
-"""Run the first lesson without a browser: ``python -m ddpnb.demo [folder]`` (kernel)."""
+"""Runs the first lesson without a browser: ``python -m ddpnb.demo [folder]`` (kernel)."""
 
 import sys
 import time
@@ -12,9 +12,9 @@ def main(folder: str = "demo") -> None:
     """Run three comparisons of the first lesson, print their tables and save them.
 
     Args:
-        folder: the folder for ``comparison.html``, ``.png`` and ``.runs.csv`` of eight emulated
-            V100.  The comparison over a slow network is saved in ``network/``.  The comparison
-            of two ranks on this machine's cores is saved in ``cores/``.
+        folder: the folder for ``comparison.html``, ``.png`` and ``.runs.csv``, with the results of
+            eight emulated V100.  The results over a slow network are saved in ``network/``, and
+            the results of two ranks on this machine's cores in ``cores/``.
     """
     start = time.monotonic()
     try:

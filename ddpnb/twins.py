@@ -21,8 +21,8 @@ def twin(
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
     """Return a decorator that adds the options in ``groups`` to a function's signature and help.
 
-    The function gets the options as ``**choices`` and reads them.  An unknown or missing argument
-    raises a ``UserError``.
+    The function receives the options as ``**choices``.  An unknown or missing argument raises a
+    ``UserError``.
     """
     options = {name: each for group in groups for name, each in group.items()}
 

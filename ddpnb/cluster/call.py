@@ -57,16 +57,16 @@ CallEvent = Output | EventBatch | Prompt | Returned | Lost | OutputEnded
 
 
 class Call:
-    """One call on several ranks, in progress."""
+    """A call in progress on one or several ranks."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self.ranks = tuple(ranks)
         self.inbox: queue.Queue[CallEvent] = queue.Queue()
-        """Not a ``SimpleQueue``, because a signal can make ``SimpleQueue.get`` miss its timeout."""
+        """Queue of events.  A ``SimpleQueue`` could miss the timeout of ``get`` after a signal."""
         self.running = set(self.ranks)
         """Ranks that have not returned."""
         self.speaking = set(self.ranks)
-        """Ranks that may still send output.  A rank's output may end after its result."""
+        """Ranks that may still send output.  Output can arrive after the rank's result."""
         self._output_deadline = math.inf
 
     @property
@@ -76,7 +76,7 @@ class Call:
         return not self.running and output_ended
 
     def events(self, timeout: float) -> Iterator[CallEvent]:
-        """Yield the arrived events; wait up to ``timeout`` seconds for the first event."""
+        """Yield all events that have arrived; wait at most ``timeout`` seconds for the first."""
         while not self.done:
             try:
                 event = self.inbox.get(timeout=timeout)
@@ -105,11 +105,11 @@ class Call:
         return [values[rank] for rank in self.ranks]
 
     def lose(self, rank: int, cause: str) -> None:
-        """Note that a rank will not return.  Any thread may call this."""
+        """Record that a rank will not return a result.  Any thread may call this method."""
         self.inbox.put(Lost(rank=rank, cause=cause))
 
     def _takes(self, event: CallEvent) -> bool:
-        """Update ``running`` and ``speaking``; return False if the event's rank had ended."""
+        """Update ``running`` and ``speaking``; return False for a rank's second result."""
         if isinstance(event, OutputEnded | Lost):
             self.speaking.discard(event.rank)
         if isinstance(event, Returned | Lost):
@@ -122,7 +122,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """The times after which ddpnb asks, interrupts, releases and kills the ranks of a call."""
+    """Times after which ddpnb polls, interrupts, releases or kills the ranks of a call."""
 
     tick_seconds: float = 0.05
     """Maximum time to wait for a call's next event.  ddpnb redraws the display after each wait."""
@@ -132,7 +132,8 @@ class Timeouts:
     ddpnb waits because the other ranks may be about to fail too.
     """
     abort_validation_after_seconds: float = 5.0
-    """Replaces ``abort_after_failure_seconds`` in calls by ``ask``.  A release costs more there."""
+    """Used instead of ``abort_after_failure_seconds`` in calls that ``ask`` makes.  After a
+    release, the ranks must form a new process group, which takes time."""
     report_failure_after_seconds: float = 0.8
     """Time after which ddpnb shows a failure even if other ranks are still running."""
     abort_after_interrupt_seconds: float = 0.3
@@ -146,7 +147,7 @@ class Timeouts:
     hang_after_seconds: float = 2.0
     """Time for which idle ranks must wait for each other before the call counts as a hang."""
     longest_gap_seconds: float = 1.0
-    """Maximum time between two reports that counts as waiting.  If more time passes, a laptop may
-    have slept, or a report may have arrived late on a busy machine."""
+    """Maximum waiting time to count between two reports.  More time can mean that a laptop has
+    slept, or that a report has arrived late on a busy machine."""
     silent_after_seconds: float = 10.0
     """Time after which ddpnb tells the user that a rank does not report its position."""

@@ -1,8 +1,8 @@
 """The ipyparallel client: sends calls to the ranks and knows each rank's engine (kernel).
 
-ipyparallel passes every message from a rank to a callback in ipyparallel's thread.  The callback
-puts messages and results into the call's queue.  Importing ipyparallel takes 0.3 s, so this
-module is imported while the fork server starts.
+In a thread of ipyparallel, a callback receives every message and result from a rank, and puts it
+into the call's queue.  Importing ipyparallel takes 0.3 s, so this module is imported while the
+fork server starts.
 """
 
 import threading
@@ -25,12 +25,12 @@ from ddpnb.protocol.messages import RankState
 
 ASK_AGAIN_SECONDS = 2.0
 """Time after which ddpnb asks again if a new engine has not answered.  The controller drops
-messages that arrive before the controller is connected with the engine."""
+messages to an engine that is not connected yet."""
 CONNECT_SECONDS = 20.0
 """Time after which ddpnb creates another client if the controller does not answer a new client."""
 LOOK_AGAIN_SECONDS = 3.0
-"""Time without a new engine after which a new client gets the list of engines.  The controller
-does not report an engine that registers while the client connects."""
+"""If no new engine appears for this time, a new client requests the list of engines.  The
+controller does not report an engine that registers while the client connects."""
 WAIT_SECONDS = 0.05
 """Maximum time to wait for an answer before ddpnb checks again that the ranks are alive."""
 
@@ -38,9 +38,9 @@ WAIT_SECONDS = 0.05
 class EngineClient:
     """Sends calls to the ranks.  The constructor waits until the controller listens.
 
-    A rank requests its number as its engine's id.  If a dead engine still has this id, the new
-    engine gets another id.  For this reason, ddpnb asks each new engine for its rank.
-    ddpnb calls ``while_waiting`` repeatedly.  To give up, ``while_waiting`` raises an error.
+    Each rank requests an engine id that is equal to the rank.  If a dead engine still has this id,
+    the new engine gets another id.  For this reason, ddpnb asks each new engine for its rank.
+    ``while_waiting`` is called repeatedly, and can raise an error to end the wait.
     """
 
     def __init__(self, profile: Path, while_waiting: Callable[[], None]) -> None:
@@ -49,7 +49,7 @@ class EngineClient:
         self._client = connected_client(self._path, while_waiting)
         self._engine_of: dict[int, int] = {}
         self._known: set[int] = set()
-        """The engines for which the client knows the rank."""
+        """The ids of the engines for which the client knows the rank."""
         self._calls: list[Call] = []
         self._lock = threading.Lock()
 
@@ -78,13 +78,13 @@ class EngineClient:
 
     @property
     def new_engines(self) -> set[int]:
-        """The engines for which the client does not know the rank yet."""
+        """The ids of the engines for which the client does not know the rank yet."""
         return set(self._client.ids) - self._known
 
     def wait_for(self, num: int, while_waiting: Callable[[], None]) -> list[RankState]:
-        """Wait until ``num`` started ranks answer; return their states in the order of the ranks.
+        """Wait until ``num`` new ranks answer; return their states in the order of the ranks.
 
-        ddpnb calls ``while_waiting`` repeatedly.  To give up, ``while_waiting`` raises an error.
+        ``while_waiting`` is called repeatedly, and can raise an error to end the wait.
         Raises TimeoutError if a rank does not connect or does not answer.
         """
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
@@ -104,7 +104,7 @@ class EngineClient:
         return self.identify(new, while_waiting)
 
     def identify(self, engines: set[int], while_waiting: Callable[[], None]) -> list[RankState]:
-        """Ask engines for their states until each engine has answered; note each engine's rank."""
+        """Ask engines for their states until all have answered; record each engine's rank."""
         self._known |= engines
         call = Call(engines)
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
@@ -127,7 +127,7 @@ class EngineClient:
         return sorted(states, key=lambda state: state.rank)
 
     def close(self, ranks: Iterable[int], cause: str) -> None:
-        """Disconnect from the controller.  Calls in progress on ``ranks`` end with ``cause``."""
+        """Disconnect from the controller.  All calls on ``ranks`` fail with the text ``cause``."""
         for rank in ranks:
             self.lose(rank, cause)
         self._client.close()

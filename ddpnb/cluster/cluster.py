@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SIGNAL_SECONDS = 1.0
 """Maximum time that a new call waits until earlier interrupts have been sent."""
 FREE_SECONDS = 10.0
-"""Maximum time for ranks to stop forming a group, for example after another rank has died."""
+"""Maximum time to wait until ranks stop forming a group, for example after a rank has died."""
 FREE_AGAIN_SECONDS = 0.5
 
 
@@ -46,12 +46,12 @@ class Cluster:
         self.home = home
         """The working folder in which cells start, on every rank."""
         self.work_folder = home
-        """The notebook's working folder.  The next call makes it the ranks' working folder too."""
+        """The notebook's working folder, which the next call makes the ranks' working folder."""
         self.timeouts = Timeouts()
-        """The timeouts of supervised calls.  Tests may replace them at any time."""
+        """The timeouts of supervised calls.  Tests may replace the timeouts at any time."""
         self.states: tuple[RankState, ...] = ()
         self.exits: dict[Member, Exit] = {}
-        """For each process that ended unexpectedly, how the process ended."""
+        """The exit of each process that ended unexpectedly."""
         self.is_over = False
         """True if this kernel has ended the cluster."""
         self.supervised: list[Call] = []
@@ -63,7 +63,7 @@ class Cluster:
         self._is_checked = False
         """True if torch compares the ranks' collectives at each call."""
         self._aborts: dict[int, Future[Any]] = {}
-        """For each rank, the future of its last abort command, done once the rank has aborted."""
+        """Maps each rank to a future that is done once the rank has aborted its process group."""
         self._client: EngineClient | None = None
         self._interrupts: list[Future[Any]] = []
         """The futures of interrupts that may not have reached the ranks yet."""
@@ -77,8 +77,8 @@ class Cluster:
     ) -> "Cluster":
         """Start a cluster, and return it once every rank has finished an all-reduce.
 
-        ``progress`` is called with a few words about each phase.  ``start_processes`` starts the
-        processes on the hosts in ``spec``.
+        ``progress`` is called with a short description of each phase.  ``start_processes`` starts
+        the processes on the hosts in ``spec``.
 
         Raises:
             UserError: the hosts cannot run this cluster.
@@ -203,13 +203,13 @@ class Cluster:
             self._aborts[rank] = self.processes.command(rank, RankCommand.ABORT, peers)
 
     def ensure_group(self, *, is_checked: bool = False) -> dict[StaleVariable, list[int]]:
-        """Form a new process group if the old group was aborted or has another ``is_checked``.
+        """Form a new process group, unless the old group is usable and has this ``is_checked``.
 
         While a rank is dead, no group is formed, and the ranks continue without a group.  If
         ``is_checked``, torch compares the ranks' collectives at each call.
 
         Returns:
-            For each variable that still refers to the old group, the ranks that have the variable.
+            The variables that still refer to the old group, and for each variable its ranks.
 
         Raises:
             UserError: a rank runs a cell, or no group could be formed although all ranks are alive.
@@ -257,14 +257,14 @@ class Cluster:
     def restart_alone(self, rank: int) -> None:
         """Restart a dead rank without a process group, and return at once.
 
-        ``has_restarted`` tells when the rank is ready.  ``ensure_group`` then forms a new group.
+        Once ``has_restarted`` returns True, ``ensure_group`` can form a new group.
         """
         self._is_aborted = True
         self._aborts.pop(rank, None)
         self.start_rank(rank, generation=None)
 
     def has_restarted(self, rank: int) -> bool:
-        """Return True if a rank restarted by ``restart_alone`` can be called."""
+        """Return True if a rank that ``restart_alone`` has restarted is ready for calls."""
         if not (new := self.client.new_engines):
             return False
         try:
@@ -307,7 +307,7 @@ class Cluster:
         self.processes.link_of(rank).start_rank(rank, settings)
 
     def note_exit(self, exit_: Exit) -> None:
-        """Record that a process has ended.  The listening thread calls this method."""
+        """Record that a process has ended.  The link's reading thread calls this method."""
         self.exits[exit_.member] = exit_
         if (client := self._client) is None:
             return
@@ -316,7 +316,7 @@ class Cluster:
             client.lose(rank, str(exit_))
 
     def raise_if_dead(self) -> None:
-        """Raise RuntimeError, with the end of the log, if a process ended while starting."""
+        """If a process exited during startup, raise RuntimeError with the end of its log."""
         prepared = self.processes.prepared
         if prepared.done() and (cause := prepared.exception()):
             raise RuntimeError(f"The ranks could not be prepared: {cause}")
@@ -340,7 +340,7 @@ class Cluster:
     def _begin_generation(self) -> None:
         """Choose the number of a new process group.  The group is unusable until all ranks join.
 
-        Wait for every abort first, because a late abort would end the new group's connections.
+        First, wait for all aborts, because a late abort would close the new group's connections.
         """
         aborts = self._aborts
         wait_until(
@@ -353,7 +353,7 @@ class Cluster:
         self._is_aborted = True
 
     def _free(self, call: Call) -> None:
-        """Release the ranks that wait while forming a group, and wait until they return."""
+        """Release the ranks that wait to form a group, and wait until all ranks return."""
         deadline = time.monotonic() + FREE_SECONDS
         while call.running and time.monotonic() < deadline:
             self.abort(self.living)  # repeated, because an abort may arrive before the call

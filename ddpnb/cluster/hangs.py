@@ -1,4 +1,4 @@
-"""Detects from the ranks' reports that ranks wait for each other without end (kernel)."""
+"""Detects that ranks wait for each other without end, based on the ranks' reports (kernel)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,18 +8,18 @@ from ddpnb.cluster.wording import say
 from ddpnb.protocol.processes import RankStatus
 
 NUM_AT_FULL_RATE = 32
-"""Maximum number of ranks that are asked at every poll.  More ranks are asked less often."""
+"""If a call has more ranks than this, each rank is polled less often."""
 IDLE_SHARE = 0.2
-"""A waiting rank is idle if it uses less CPU time per second.  An idle rank moves no data."""
+"""Maximum CPU seconds that an idle rank uses per second.  A rank that sends data uses more time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hang:
-    """Ranks that wait for each other without end.  ``str()`` says where they wait, and why."""
+    """Ranks that wait for each other without end.  ``str()`` says where and why the ranks wait."""
 
     waiting: tuple[RankStatus, ...]
     finished: Mapping[int, int] = field(default_factory=dict)
-    """For each rank that has finished the cell, the number of collectives that it called."""
+    """Maps each rank that has finished the cell to the number of its collective calls."""
     idle: tuple[int, ...] = ()
     """Ranks that do not run the cell at all."""
 
@@ -44,7 +44,7 @@ class Hang:
             yield group[0], [status.rank for status in group]
 
     def _peers(self) -> Iterator[str]:
-        """Yield a clause about each peer that does not send or receive."""
+        """Yield a clause about each rank that a ``send`` or a ``recv`` waits for."""
         for status in self.waiting:
             if status.peer is not None:
                 part = "receiving" if "send" in status.call else "sending"
@@ -53,7 +53,7 @@ class Hang:
                 yield f"rank {status.peer} {how} {part}"
 
     def _finished_how(self) -> str:
-        """Return a phrase about finished ranks, with the number of missing calls if it is known."""
+        """Return a phrase that says that ranks finished the cell with fewer calls or batches."""
         if any(status.in_backward for status in self.waiting):
             return "finished the cell with fewer batches"
         made = self.finished.values()
@@ -65,7 +65,7 @@ class Hang:
 
 @dataclass(kw_only=True, slots=True)
 class HangDetector:
-    """Detects from rounds of reports that the ranks of a call wait for each other without end."""
+    """Compares reports of ranks to detect that the ranks wait for each other without end."""
 
     timeouts: Timeouts
     _first: tuple[RankStatus, ...] = ()
@@ -87,16 +87,15 @@ class HangDetector:
 
 
 def rarity(num_ranks: int) -> float:
-    """Return the factor by which the time between reports grows with the number of ranks."""
+    """Return the factor that lengthens the time between reports if there are many ranks."""
     return max(1.0, num_ranks / NUM_AT_FULL_RATE)
 
 
 def still_wait(before: Sequence[RankStatus], now: Sequence[RankStatus], seconds: float) -> bool:
-    """Return True if each rank has been waiting in the same collective for ``seconds``.
+    """Return True if no rank has left its collective call in the last ``seconds``.
 
-    Each rank must have used hardly any CPU time during the wait.  If one rank computes, loads data
-    or sleeps outside a collective, the ranks that wait for it do not hang.  Ranks that wait for a
-    slow network do not hang either.
+    Each rank must have used hardly any CPU time during the wait.  Return False if a rank computes,
+    loads data or sleeps outside a collective, or if a slow network still transfers data.
     """
     fields = ("call", "file", "line", "num_collectives", "num_bytes_between_hosts")
     earlier = {status.rank: status for status in before}

@@ -10,15 +10,15 @@ from types import FrameType
 from IPython.core.getipython import get_ipython
 
 OBEYED_SECONDS = 30.0
-"""Time after a noted interrupt until ddpnb raises a further interrupt in a cell's code."""
+"""Time after a recorded interrupt in which ddpnb ignores further interrupts in a cell's code."""
 IMPATIENCE_SECONDS = 1.0
-"""Time after an interrupted call in which ddpnb ignores further interrupts of a cell's code."""
+"""Time after an interrupted call in which ddpnb ignores further interrupts in a cell's code."""
 
 
 class _SigintHandler:
-    """Notes an interrupt during a supervised call, and raises an interrupt at other times.
+    """Records interrupts during a supervised call; raises KeyboardInterrupt at other times.
 
-    If every interrupt were raised at once, an interrupt could cut a message in half.  A second
+    If every interrupt were raised at once, a message might be sent only in part.  A second
     interrupt could stop IPython while IPython shows the error, and the client would wait forever.
     For this reason, ddpnb raises a second interrupt only in a cell's code.
     """
@@ -49,9 +49,9 @@ _handler = _SigintHandler()
 
 @contextlib.contextmanager
 def noted_interrupts() -> Iterator[Callable[[], bool]]:
-    """Note interrupts instead of raising them.
+    """Record interrupts instead of raising ``KeyboardInterrupt``.
 
-    Yields a function that returns True if an interrupt has been noted.
+    Yields a function that returns True if an interrupt has been recorded.
     """
     is_main = threading.current_thread() is threading.main_thread()  # the only interrupted thread
     if not is_main or signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, _handler):

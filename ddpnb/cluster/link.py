@@ -1,4 +1,4 @@
-"""The kernel's link to a fork server, for requests, answers and ends of processes (kernel)."""
+"""The connection to a fork server: sends requests and receives answers and events (kernel)."""
 
 import contextlib
 import itertools
@@ -17,9 +17,9 @@ from typing import Any
 from ddpnb.protocol.processes import ForkServerEvent, KernelRequest, limit_waits
 
 CRASH = "Fatal Python error"
-"""The first words of a stack written by faulthandler."""
+"""The first words of the crash report that Python's ``faulthandler`` writes."""
 BEFORE_CRASH = 3
-"""Number of log lines to show before ``CRASH``.  Native code often prints the reason there."""
+"""Number of log lines to show before a crash report.  These lines often give the reason."""
 LAST_LINES = 15
 
 
@@ -31,7 +31,7 @@ class Service(StrEnum):
 
 
 Member = int | Service
-"""A process of the cluster: a rank by its number, or a service."""
+"""A process of the cluster: the number of a rank, or a service."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,20 +42,20 @@ class Exit:
     code: int | None
     """The exit code, or minus the number of the signal that ended the process.  None if unknown."""
     cause: str = ""
-    """The cause if the host was lost or the start failed, as in ``"could not be started"``."""
+    """A text such as ``"could not be started"`` if the start failed or the host was lost."""
     log: str = ""
     """The end of the process's log."""
 
     @property
     def last_words(self) -> str:
-        """The last lines of the log.  If the log has a crash report, the report's first lines."""
+        """The last lines of the log, or the first lines of the crash report if the log has one."""
         lines = self.log.splitlines()
         crash = next((n for n, line in enumerate(lines) if line.startswith(CRASH)), None)
         first = -LAST_LINES if crash is None else max(0, crash - BEFORE_CRASH)
         return "\n".join(lines[first:][:LAST_LINES])
 
     def __str__(self) -> str:
-        """Say how it ended, as in ``"was killed by SIGKILL"`` or ``"ended with exit code 1"``."""
+        """Say how the process ended, for example ``"was killed by SIGKILL"``."""
         if self.code is None:
             return self.cause or "has ended"
         if self.code >= 0:
@@ -72,7 +72,7 @@ class ForkServerLink:
     def __init__(
         self, pipe: Connection, *, on_exit: Callable[[Exit], None], on_end: Callable[[], None]
     ) -> None:
-        """Start the reading thread.
+        """Start the thread that reads answers.
 
         The thread calls ``on_exit`` when a process has ended, and ``on_end`` when the fork server
         has ended unexpectedly.
@@ -112,7 +112,7 @@ class ForkServerLink:
         return answer
 
     def start_rank(self, rank: int, settings: object) -> None:
-        """Start a rank.  If the system cannot start the process, report an exit with the cause."""
+        """Start a rank.  If the system cannot start the process, call ``on_exit``."""
 
         def note(answer: "Future[Any]") -> None:
             if error := answer.exception():
@@ -122,12 +122,12 @@ class ForkServerLink:
         started.add_done_callback(note)
 
     def begin_stop(self) -> None:
-        """Ask the fork server to end all its processes and itself.  ``is_over`` tells the end."""
+        """Ask the fork server to end its processes and itself.  ``is_over`` is set at the end."""
         self._is_stopping = True
         self.request(KernelRequest.STOP)
 
     def close(self) -> None:
-        """Close the connection to end the fork server; may be called twice."""
+        """Close the connection, which ends the fork server; may be called twice."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

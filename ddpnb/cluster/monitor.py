@@ -25,13 +25,13 @@ class Monitor:
         self._waited = 0.0
         """Seconds since the round began."""
         self._has_named = False
-        """True if the silent ranks of this round have been reported."""
+        """True if the user has been told about the silent ranks of this round."""
         self._hangs = HangDetector(timeouts=cluster.timeouts)
 
     def hang(self, call: Call, finished: Mapping[int, int], now: float) -> Hang | None:
-        """Return why a call hangs, or None if no hang has been detected.
+        """Return where and why the ranks of a call hang, or None if no hang has been detected.
 
-        ``finished`` has the number of collectives of each rank that has finished the call.
+        ``finished`` maps each rank that has finished the call to its number of collectives.
         """
         passed = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now

@@ -17,7 +17,7 @@ class Outcome:
     """Function that returns True if the other ranks can continue without the given dead rank."""
     returned: dict[int, Any] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
-    """For each dead rank that the other ranks need, the cause of its death."""
+    """Maps each dead rank that the other ranks need to the cause of its death."""
     hang: Hang | None = None
     timed_out: bool = False
     failed_at: float | None = None
@@ -26,7 +26,7 @@ class Outcome:
     """Time at which a rank last returned or died."""
 
     def note(self, event: CallEvent, now: float) -> None:
-        """Record an event that arrived at ``now``, in seconds."""
+        """Record an event that arrived at the time ``now``, in seconds."""
         if isinstance(event, Returned):
             self.returned[event.rank] = event.value
         elif isinstance(event, Lost):
@@ -45,14 +45,14 @@ class Outcome:
 
     @property
     def num_collectives(self) -> dict[int, int]:
-        """The number of collectives of each rank that has finished the cell."""
+        """Maps each rank that has finished the cell to the number of its collective calls."""
         reports = self.returned.items()
         return {rank: r.num_collectives for rank, r in reports if isinstance(r, CellReport)}
 
     def is_waited_for(self, now: float, seconds: float) -> bool:
         """Return True if a rank failed, and no rank has ended in the last ``seconds``.
 
-        The ranks that still run may wait for the failed rank.
+        The ranks that are still running may be waiting for the failed rank.
         """
         return self.failed_at is not None and now - self.last_end_at > seconds
 

@@ -1,4 +1,4 @@
-"""The placement of ranks: each rank's device, threads and settings (kernel)."""
+"""Chooses the host, device, threads and other settings of each rank (kernel)."""
 
 import os
 import socket
@@ -18,12 +18,12 @@ MAX_THREADS = 1024
 """Maximum number of threads per rank if DDPNB_MAX_THREADS does not set another limit."""
 MAX_DEFAULT_CPU_RANKS = 4
 MAX_RANKS_PER_CORE = 4
-"""Maximum number of CPU ranks per core.  With more ranks, ddpnb warns about timings."""
+"""If there are more CPU ranks per core than this, ddpnb warns that timings are misleading."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """The user's choices for a cluster.  ``place_ranks`` replaces ``None`` and ``"auto"``."""
+    """The options of a cluster.  ``place_ranks`` replaces options that are None or "auto"."""
 
     num_ranks: int | None = option(
         None,
@@ -39,7 +39,7 @@ class ClusterSpec:
         offers=tuple(f"8x{card}" for card in CARDS),
     )
     as_: str = option(
-        "", "published model with the step times to emulate", example="MODEL", offers=tuple(MODELS)
+        "", "model with published step times to emulate", example="MODEL", offers=tuple(MODELS)
     )
     device: str = option("auto", "hardware that ranks use", choices=DEVICES, example="NAME")
     backend: str = option("auto", "torch.distributed backend", choices=BACKENDS, example="NAME")
@@ -88,7 +88,7 @@ def limit(variable: str, default: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """A host of ranks and its resources."""
+    """A host that runs ranks, with its resources."""
 
     name: str = ""
     """The host's name as the user wrote it.  The name of the kernel's host is empty."""
@@ -99,7 +99,7 @@ class Host:
     num_cores: int
     num_gpus: int = 0
     size: int | None = None
-    """The number of ranks on the host.  If None, ddpnb chooses it by the host's GPUs or cores."""
+    """Number of ranks on the host.  If None, the number depends on the host's GPUs or cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,7 @@ def place_ranks(
     """Choose the host and the device of each rank.
 
     By default, each GPU gets one rank.  If no host has a GPU, the ranks use CPUs.
-    ``master_port`` is a port of the first host.  By default, a free port of this host is used.
+    ``master_port`` is a port of the first host.  By default, ddpnb chooses a free local port.
     """
     without = [host for host in hosts if not host.num_gpus]
     if without and not spec.is_on_cpu and (spec.device == "cuda" or len(without) < len(hosts)):
@@ -180,9 +180,9 @@ def _spoken(host: Host) -> str:
 def torchrun_environment(placement: Placement, rank: int) -> dict[str, str]:
     """Return the environment variables that torchrun sets, so that scripts run unchanged.
 
-    The variables tell libraries that the processes already exist.  Unlike torchrun, ddpnb has no
-    agent with a store.  ``accelerate launch`` sets ``ACCELERATE_USE_CPU``.  If this variable were
-    missing, accelerate and transformers would train separate models in processes on CPUs.
+    The variables tell libraries that the ranks' processes already exist.  Unlike torchrun, ddpnb
+    has no agent that runs a store.  ``accelerate launch`` sets ``ACCELERATE_USE_CPU``.  Without
+    this variable, accelerate and transformers would train a separate model on each CPU rank.
     """
     size = str(placement.num_ranks)
     host = placement.host_of[rank]
@@ -221,9 +221,9 @@ def free_port() -> int:
 
 
 def controller_arguments(profile: Path, address: str, ports: Sequence[int]) -> list[str]:
-    """Return ipyparallel's command line for the controller.
+    """Return the command line for ipyparallel's controller.
 
-    Engines connect to the controller's ``ports`` at an ``address`` of this host.  If ``address`` is
+    Engines connect to the controller at ``address`` and ``ports`` of this host.  If ``address`` is
     empty, all sockets are files (see ``LocalController``).
     """
     place = str(profile / "socket")

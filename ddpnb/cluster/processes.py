@@ -1,4 +1,4 @@
-"""The interface to a cluster's processes, and the processes of this host (kernel).
+"""Starts, signals and ends the processes of a cluster (kernel).
 
 The kernel starts only the fork server.  The fork server starts all other processes.
 """
@@ -40,8 +40,8 @@ OnExit = Callable[[Exit], None]
 def torch_environment(num_threads: int, preload: str = "") -> dict[str, str]:
     """Return the environment variables that must be set before torch is imported.
 
-    ``num_threads`` is the number of threads per rank.  ``preload`` names modules to import, in
-    addition to the modules that the user names.
+    ``num_threads`` is the number of threads per rank.  ``preload`` names modules that the fork
+    server imports, in addition to the modules in ``DDPNB_PRELOAD``.
     """
     return {
         "OMP_NUM_THREADS": str(num_threads),
@@ -95,7 +95,7 @@ class ForkServer:
         self._on_exit(Exit(member=Service.FORK_SERVER, code=self._server.wait()))
 
     def _kill_group(self) -> None:
-        """Kill the fork server and its children.  Its pid stays reserved until ``wait``."""
+        """Kill the fork server and its children.  The server's pid stays valid until ``wait``."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -106,7 +106,7 @@ class Processes(abc.ABC):
     server: ForkServer
     """The kernel's child process, which starts this host's processes."""
     prepared: Future[int]
-    """Future with the number of this host's GPUs.  It is done once ranks can start on this host."""
+    """A future with the number of this host's GPUs, which is done once ranks can start."""
     placement: Placement
 
     @property
@@ -116,17 +116,17 @@ class Processes(abc.ABC):
 
     @abc.abstractmethod
     def place(self, progress: Callable[[str], None]) -> Placement:
-        """Wait until the hosts have reported their resources, then place the ranks.
+        """Wait until the hosts have reported their resources, then choose each rank's host.
 
-        ``progress`` is called with a few words about each phase.  Raises UserError if the hosts
-        cannot run the cluster.
+        ``progress`` is called with a short description of each phase.  Raises UserError if the
+        hosts cannot run the cluster.
         """
 
     def prepare(self, rank: int) -> None:  # noqa: B027  optional for subclasses
-        """Prepare a rank's host to start the rank, if the host may have been lost."""
+        """Prepare a rank's host to start the rank; needed if the host may have been lost."""
 
     def stop(self) -> None:
-        """End every process of the cluster and wait for it; may be called twice."""
+        """End every process of the cluster, and wait until all have ended; may be called twice."""
         self.server.stop()
 
     def command(self, rank: int, command: RankCommand, *arguments: object) -> "Future[Any]":
@@ -139,7 +139,7 @@ class Processes(abc.ABC):
         return self.link_of(rank).request(KernelRequest.FORWARD, **fields)
 
     def signal(self, ranks: Collection[int], number: int) -> "list[Future[Any]]":
-        """Send a signal to the living ranks, and return futures that are done once it is sent."""
+        """Send a signal to the living ``ranks``; return futures that are done once it is sent."""
         fields = {"ranks": [*ranks], "number": number}
         return [link.request(KernelRequest.SIGNAL, **fields) for link in self.links]
 
@@ -173,7 +173,7 @@ class LocalProcesses(Processes):
         self.prepared = self.server.link.request(KernelRequest.PREPARE)
 
     def place(self, progress: Callable[[str], None]) -> Placement:
-        """Place the ranks.  If they may use GPUs, first wait until the GPUs have been counted."""
+        """Choose each rank's device.  If ranks may use GPUs, first wait for the number of GPUs."""
         progress("importing torch")
         self.placement = self._planned or self._place(self.prepared.result(START_TIMEOUT_SECONDS))
         return self.placement
@@ -183,7 +183,7 @@ class LocalProcesses(Processes):
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float, what: str) -> None:
-    """Wait until ``is_so()`` is true; after ``seconds``, raise TimeoutError with ``what``."""
+    """Wait until ``is_so()`` is true; raise TimeoutError (text: ``what``) after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not is_so():
         if time.monotonic() > deadline:
@@ -192,9 +192,9 @@ def wait_until(is_so: Callable[[], bool], seconds: float, what: str) -> None:
 
 
 def wait_for_file(path: Path, while_waiting: Callable[[], None]) -> None:
-    """Wait until a file exists and is complete JSON; raise TimeoutError if it does not appear.
+    """Wait until a file exists and contains complete JSON; raise TimeoutError after a while.
 
-    ddpnb calls ``while_waiting`` repeatedly.  To give up, ``while_waiting`` raises an error.
+    ``while_waiting`` is called repeatedly, and can raise an error to end the wait.
     """
 
     def is_complete() -> bool:

@@ -1,8 +1,8 @@
-"""Recovers dead ranks while the other ranks continue to train (kernel).
+"""Restarts dead ranks while the other ranks continue to train (kernel).
 
 ddpnb restarts a dead rank without a process group, and the rank joins the run at the current
 step.  On several hosts, ddpnb does not restart dead ranks until the run has ended.  After the
-run, all ranks form a new group.
+run, all ranks form a new process group.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import EventBatch, Failure, Mark, MarkKind, RejoinInfo, RunSpec
 
 KERNEL = -1
-"""The rank number in marks that the kernel itself sends."""
+"""Used instead of a rank's number in marks that the kernel itself sends."""
 MAX_STARTS = 3
 """Maximum number of restarts of one rank during one run."""
 TIMEOUT_SECONDS = 60.0
-"""Maximum time after the run for a restarted rank to join the run and to finish it."""
+"""Maximum time to wait for restarted ranks after all other ranks have finished the run."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class RankRecovery:
     _starting: set[int] = field(default_factory=set)
     _calls: dict[int, Call] = field(default_factory=dict)
     _killed: set[int] = field(default_factory=set)
-    """Ranks that were killed on purpose, after sending all their events."""
+    """Ranks that were killed because of ``--kill``, after they had sent all their events."""
     _dead: set[int] = field(default_factory=set)
     _training_again: set[int] = field(default_factory=set)
 
@@ -54,7 +54,7 @@ class RankRecovery:
         return self.survives_deaths and rank != 0
 
     def take(self, event: CallEvent) -> None:
-        """Handle an event of the run's original call, and note dead ranks."""
+        """Handle an event from a rank that has not been restarted, and record dead ranks."""
         self._note(event)
         self.handle(event)
         if isinstance(event, Lost) and self.survives(event.rank):
@@ -78,7 +78,7 @@ class RankRecovery:
                 self._take_joined(rank, event)
 
     def end(self) -> None:
-        """Wait for ranks that are starting or have joined; kill ranks that do not end in time."""
+        """Wait until restarted ranks have finished the run; kill ranks that take too long."""
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while self._starting or any(not call.done for call in self._calls.values()):
             self.attend()
@@ -140,7 +140,7 @@ class RankRecovery:
         self.handle(event)
 
     def _now(self) -> float:
-        """Return the training time until now, in seconds."""
+        """Return the time since the run began, in seconds."""
         return max(0.0, time.time() - self._began_at)
 
     def _send(self, mark: Mark) -> None:

@@ -1,8 +1,8 @@
-"""The loop that supervises a call until the call has ended (kernel).
+"""Supervises a call until the call has ended on every rank (kernel).
 
 ddpnb releases ranks that wait for a failed rank.  An interrupt or a timeout stops every rank,
 even inside a collective.  If a rank still does not stop, ddpnb kills it and tells the user.
-``outcome`` and ``hangs`` decide when each action is due.
+The modules ``outcome`` and ``hangs`` decide when each action is due.
 """
 
 import signal
@@ -22,7 +22,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import spoken_ranks
 
 MAX_ABORTS = 5
-"""Number of attempts to release hanging ranks before a kill.  A busy machine may need several."""
+"""ddpnb kills hanging ranks after this number of releases.  Releases may fail on busy machines."""
 END_TIMEOUT_SECONDS = 10.0
 """Maximum time to wait for the end of a call after ddpnb has killed ranks."""
 
@@ -42,7 +42,7 @@ class Watch:
     timeout: float | None = None
     """Seconds after which ddpnb interrupts the ranks.  If None, there is no limit."""
     abort_after_failure_seconds: float | None = None
-    """Replaces the cluster's timeout with this name, unless it is None."""
+    """If not None, used instead of the cluster's timeout that has the same name."""
     notify: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
     """Function that shows a sentence to the user while the call is still in progress."""
     outcome: Outcome = field(default_factory=Outcome)
@@ -96,7 +96,7 @@ class Watch:
         if late := self.call.speaking:
             self.notify(
                 f"The output of {spoken_ranks(late)} is incomplete. The rest did not arrive "
-                f"within {OUTPUT_TIMEOUT_SECONDS:g} s after the end."
+                f"within {OUTPUT_TIMEOUT_SECONDS:g} s after the ranks had finished."
             )
         if self.outcome.failures and not self._num_aborts:
             self._leave_broken_group()
@@ -108,7 +108,7 @@ class Watch:
         self.tick()
 
     def _attend_to_failure(self, now: float) -> None:
-        """Release ranks that may wait for a failed rank; show the failure if other ranks run on."""
+        """Release ranks that wait for a failed rank; show the failure if other ranks still run."""
         timeouts, running = self.cluster.timeouts, self.call.running
         seconds = self.abort_after_failure_seconds or timeouts.abort_after_failure_seconds
         if self.outcome.is_waited_for(now, seconds) and not self._num_aborts:
@@ -121,7 +121,7 @@ class Watch:
             self.notify(sentence(f"{causes}; {others}. Interrupt the cell to stop {them(running)}"))
 
     def _attend_to_hang(self, now: float) -> None:
-        """Release ranks that wait for each other without end; kill them if this fails often."""
+        """Release ranks that wait for each other without end; after some attempts, kill them."""
         if (hang := self._monitor.hang(self.call, self.outcome.num_collectives, now)) is None:
             return
         if not self._num_aborts:
@@ -161,9 +161,9 @@ class Watch:
         self.cluster.kill(running)
 
     def _leave_broken_group(self) -> None:
-        """Make the next call form a new group if the ranks' numbers of collectives differ.
+        """Abort the process group if the ranks have called different numbers of collectives.
 
-        One rank may stop or fail before a collective, and another rank after the collective.
+        One rank may stop or fail before a collective, and another rank after this collective.
         """
         cluster, outcome = self.cluster, self.outcome
         if cluster.is_over:

@@ -1,4 +1,4 @@
-"""Builds phrases about ranks for messages (kernel)."""
+"""Builds the phrases about ranks that appear in messages (kernel)."""
 
 from collections.abc import Collection
 
@@ -15,22 +15,22 @@ def say(ranks: Collection[int], predicate: str) -> str:
 
 
 def them(ranks: Collection[int]) -> str:
-    """Return the pronoun for ranks that the sentence has named."""
+    """Return the pronoun for ranks: ``"it"`` for one rank, else ``"them"``."""
     return "it" if len(ranks) == 1 else "them"
 
 
 def full_stop(text: str) -> str:
-    """Return a text with a full stop at the end, unless the text ends with ``?`` or ``!``."""
+    """Add a full stop to a text, unless the text already ends with ``.``, ``?`` or ``!``."""
     return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
 def sentence(text: str) -> str:
-    """Return a text as a sentence: with a capital letter and a full stop."""
+    """Make a text a sentence: begin with a capital letter and end with a full stop."""
     return full_stop(text[:1].upper() + text[1:])
 
 
 def restart(ranks: Collection[int]) -> str:
-    """Return the ``%ddp_restart`` command that restarts ranks."""
+    """Return the ``%ddp_restart`` command that restarts these ranks."""
     return f"%ddp_restart --ranks {format_ranks(ranks)}"
 
 

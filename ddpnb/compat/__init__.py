@@ -1,1 +1,1 @@
-"""All uses of other libraries' private parts, each with a probe.  (Every process.)"""
+"""All code that uses other libraries' private parts, with a probe for each.  (Every process.)"""

@@ -1,4 +1,4 @@
-"""Private parts of cloudpickle, for functions that the kernel pushes.  (Kernel, ranks.)"""
+"""Uses private parts of cloudpickle to send the notebook's functions to ranks.  (Kernel, ranks.)"""
 
 import pickle
 from functools import partial
@@ -11,7 +11,7 @@ from ddpnb.compat.probe import Probe
 
 
 class Namespace:
-    """A placeholder for a dict of globals in a pickle.  Unpickling replaces it by ``get()``."""
+    """A placeholder for a function's globals.  Unpickling replaces the placeholder by ``get()``."""
 
     def __init__(self, get: Any) -> None:
         self._get = get
@@ -22,10 +22,10 @@ class Namespace:
 
 
 def use_namespace(pickler: cloudpickle.Pickler, variables: dict[str, Any], get: Any) -> None:
-    """Replace the globals ``variables`` of functions by ``get()`` when they are unpickled.
+    """Make unpickled functions use the globals ``get()`` instead of ``variables``.
 
     Otherwise cloudpickle would create new globals for the functions.  The globals that a function
-    uses are pickled with the function and written into the namespace.
+    uses are pickled with the function and written into the dict that ``get()`` returns.
     """
     if shares_globals.works:
         pickler.globals_ref[id(variables)] = Namespace(get)

@@ -1,4 +1,4 @@
-"""Private parts of ipykernel and IPython.  (Ranks.)
+"""Uses private parts of ipykernel and IPython.  (Ranks.)
 
 C code and child processes write to a stream's file descriptor, and a thread of ipykernel reads it.
 This module can wait until this thread has forwarded all text.  Text that the thread forwards after
@@ -48,7 +48,7 @@ def finds_buffers() -> bool:
 
 @Probe("IPython", "ranks keep all their output in memory, and errors take longer to appear")
 def keeps_results() -> bool:
-    """Return True if IPython stores a cell's output and error as expected, or not at all."""
+    """Return True if ddpnb can prevent IPython from storing a cell's output and error."""
     callers = InteractiveShell.run_cell, InteractiveShell.run_cell_async
     return all(
         hasattr(InteractiveShell, part) == (part in caller.__code__.co_names)
@@ -57,9 +57,9 @@ def keeps_results() -> bool:
 
 
 def keep_no_results(shell: InteractiveShell) -> None:
-    """Stop a shell from copying the output and errors of cells to its history.
+    """Prevent a shell from copying the output and the errors of cells to its history.
 
-    Both copies take memory.  Formatting a traceback for the history takes 0.1 to 0.3 seconds.
+    The copies take memory.  Formatting a traceback for the history takes 0.1 to 0.3 seconds.
     """
     if keeps_results.works:
         copy_output, format_error = KEPT_BY
@@ -84,15 +84,15 @@ def leave_debugger_out() -> None:
 class DescriptorStream(OutStream):
     """A stream that can wait for text that was written to its file descriptor.
 
-    Flushing a stream without new text takes no time.  Each cell flushes both streams twice, and
-    every flush of ipykernel waits for another thread.
+    Flushing a stream without new text takes no time.  This is important, because each cell flushes
+    both streams twice, and each flush of ipykernel waits for another thread.
     """
 
     _fid: Any
     has_written = False
     """True if there may be text that is not sent yet."""
     _latest: tuple[Any, frozenset[Any]] = None, frozenset()
-    """The request of the latest write, and the key of the request's buffer."""
+    """The request that wrote the latest text, and the key of this request's buffer."""
 
     def write(self, string: str) -> Any:
         """Write to the notebook, and return the number of characters."""

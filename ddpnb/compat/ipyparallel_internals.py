@@ -1,4 +1,4 @@
-"""Private parts of ipyparallel.  (Kernel, controller.)"""
+"""Uses private parts of ipyparallel.  (Kernel, controller.)"""
 
 import inspect
 import threading
@@ -12,11 +12,11 @@ from ipyparallel.controller import heartmonitor
 from ddpnb.compat.probe import Probe
 
 Receive = Callable[[str, Any], None]
-"""A function that gets the kind and the content of each message of a call, in another thread.
+"""A function that another thread calls with the kind and the content of each message of a call.
 
-For the kind ``"event"``, the content is an object from ``publish_data``.  For ``"result"``, it is
-the call's value or exception.  A message of the kind ``"idle"`` with the content None follows the
-last output.  Every other kind is a Jupyter message from the engine's output channel.
+For the kind ``"event"``, the content is an object from ``publish_data``.  For ``"result"``, the
+content is the call's value or exception.  A message of the kind ``"idle"`` says that all output has
+arrived.  Every other kind is a Jupyter message from the engine's output channel.
 """
 
 # -- calls ---------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ def follows_calls() -> bool:
 def send(client: ipp.Client, engine: int, function: Callable[[], object], receive: Receive) -> None:
     """Start ``function()`` on an engine, and return at once.
 
-    The engine must be able to import the function.  ``receive`` gets each message of the call.
+    The engine must be able to import the function.  ``receive`` is called for each message.
     """
     if not follows_calls.works:
         result = client[engine].apply_async(function)
@@ -52,7 +52,7 @@ def send(client: ipp.Client, engine: int, function: Callable[[], object], receiv
 
 
 def _finish(future: Any, receive: Receive) -> None:
-    """Forward a call's result.  If the result says that there was no output, end the output."""
+    """Forward a call's result.  If the call had no output, mark its output as complete."""
     outcome = _outcome(future)
     receive("result", outcome)
     if getattr(outcome, "is_silent", False) and not future.output.done():
@@ -120,8 +120,8 @@ def beat_quickly_at_first(milliseconds: int, seconds: float) -> None:
     """Make this process's controller send quick heartbeats at first.
 
     Call this before the controller starts.  An engine can register only on a heartbeat.  During the
-    first ``seconds``, the controller sends a heartbeat every ``milliseconds``.  Then it uses the
-    rate of its command line.
+    first ``seconds``, the controller sends a heartbeat every ``milliseconds``.  After that, the
+    controller uses the rate from its command line.
     """
     if not replaces_heartbeats.works:
         return

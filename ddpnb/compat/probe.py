@@ -1,7 +1,7 @@
 """Probes check that the private parts of a library work as ddpnb expects.  (Every process.)
 
-Private parts may change in any version.  Each private part that ddpnb uses has a probe.  All probes
-run when a rank or a cluster starts.  If one fails, ddpnb turns off one feature and tells the user.
+Private parts may change in any version, so each private part that ddpnb uses has a probe.  Probes
+run when a rank or a cluster starts.  If a probe fails, ddpnb disables a feature and tells the user.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ PROBES: list["Probe"] = []
 
 @final
 class Probe:
-    """A decorator for a function that checks a private part.
+    """A decorator for a function that checks a private part of a library.
 
     ``without`` describes the consequence of a failed probe, as a clause without a full stop.
     """
@@ -26,13 +26,13 @@ class Probe:
         PROBES.append(self)
 
     def __call__(self, check: Callable[[], bool]) -> Self:
-        """Store a check that returns False or raises an error if the part is not as expected."""
+        """Store a function that returns True if the private part works as expected."""
         self._check = check
         return self
 
     @cached_property
     def works(self) -> bool:
-        """True if the feature can be used."""
+        """True if the private part works as expected."""
         try:
             return self._check()
         except Exception:  # noqa: BLE001  an unknown version may raise any error
@@ -45,12 +45,12 @@ class Probe:
 
 
 def missing_features() -> tuple[str, ...]:
-    """Return a sentence for each feature that is off in this process."""
+    """Return one sentence for each feature that is disabled because its probe failed."""
     return tuple(each.sentence for each in PROBES if not each.works)
 
 
 def sentence(library: str, without: str) -> str:
-    """Return ``"torch 2.15.0: ..."``, a sentence about a feature that is off in this version."""
+    """Return a sentence such as ``"torch 2.15.0: ..."`` about a feature that is disabled."""
     try:
         return f"{library} {version(library).partition('+')[0]}: {without}"
     except PackageNotFoundError:  # built from source and not installed

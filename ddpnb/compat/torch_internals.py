@@ -1,7 +1,7 @@
-"""Private parts of torch.  (Ranks.)
+"""Uses private parts of torch.  (Ranks.)
 
 Names without an underscore are also private if torch's documentation does not list them.
-Examples are the methods of ``ProcessGroup`` and the operations in the dispatcher.
+Examples of such names are ``ProcessGroup``'s methods and the dispatcher's operations.
 """
 
 import functools
@@ -31,7 +31,7 @@ ProcessGroup: Any = dist.ProcessGroup
 
 @Probe("torch", "only `--check` can compare the ranks' calls before they run")
 def intercepts_collectives() -> bool:
-    """Return True if ``ProcessGroup``'s methods and its operations' kernels can be replaced."""
+    """Return True if ddpnb can replace ``ProcessGroup``'s methods and torch's kernels for them."""
     if not hasattr(torch.library.Library, "impl") or not hasattr(ProcessGroup, "unbox"):
         return False
     if not hasattr(ProcessGroup, "_get_backend"):
@@ -45,8 +45,8 @@ def intercepts_collectives() -> bool:
 def has_operation(operation: str, num_tensors: int, root: int | None) -> bool:
     """Return True if torch's dispatcher has a collective with the expected arguments.
 
-    The group must follow ``num_tensors`` other arguments.  ``root`` is the index of the root among
-    the arguments after the group, or None if the collective has no root.
+    The group must come after ``num_tensors`` other arguments.  ``root`` is the index of the root
+    rank among the arguments after the group, or None if the collective has no root.
     """
     try:
         arguments = getattr(torch.ops.c10d, operation).default._schema.arguments
@@ -74,11 +74,11 @@ def replace_function(name: str, make: Callable[[Callable[..., Any]], Callable[..
 
 
 _KEY = "ADInplaceOrView"
-"""The dispatch key of kernels that run below autograd, also if autograd's code makes the call."""
+"""The dispatch key of kernels that run after autograd, even if autograd itself makes the call."""
 
 
 def below_kernels() -> AbstractContextManager[None]:
-    """Return a context manager in which calls bypass the kernels of ``add_kernels``."""
+    """Return a context manager in which calls skip the kernels that ``add_kernels`` added."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
     guard: AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(keys)
     return guard
@@ -90,8 +90,8 @@ _libraries: list[Any] = []
 def add_kernels(kernels: Mapping[str, Callable[..., Any]]) -> None:
     """Make torch's dispatcher call Python functions before the backend's kernels, permanently.
 
-    The keys of ``kernels`` are operations.  Each function gets a dispatch key set and the
-    arguments of its operation.
+    ``kernels`` maps each operation to a function, which is called with a dispatch key set and the
+    operation's arguments.
     """
     library: Any = torch.library.Library("c10d", "IMPL")
     for operation, kernel in kernels.items():
@@ -124,7 +124,7 @@ def _skip_frames(code: CodeType) -> None:
 
 
 def next_kernel(operation: str) -> Callable[..., Any]:
-    """Return a function that a kernel of ``add_kernels`` uses to call the backend's kernel."""
+    """Return the function with which a kernel of ``add_kernels`` calls the backend's kernel."""
     redispatch = getattr(torch.ops.c10d, operation).default.redispatch
     below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.ADInplaceOrView)
     return lambda keys, *arguments: redispatch(keys & below, *arguments)
@@ -144,7 +144,7 @@ def is_sum(how: Any) -> bool:
 
 
 def wait_for_all(group: Any) -> None:
-    """Wait for all ranks of a group, without calling listeners.  Every rank of it takes part."""
+    """Wait until all ranks of a group have called this function; do not call listeners."""
     group._get_backend(torch.device("cpu")).barrier().wait()
 
 
@@ -156,7 +156,7 @@ def lone_group() -> Any:
 
 
 def future_of(work: Any) -> Any:
-    """Return a future of a backend's work.  For gloo's reduce-scatter, a thread completes it."""
+    """Return the future of a ``Work``.  In gloo's reduce-scatter, a thread completes the future."""
     try:
         return work.get_future()
     except RuntimeError:
@@ -171,7 +171,7 @@ _GLOO_LOST = re.compile(
     r"(Connection (closed|reset) by peer|Broken pipe|Socket closed)",
     re.DOTALL,
 )
-"""Gloo raises a plain ``RuntimeError``.  The message begins with a line of gloo's source code."""
+"""Matches an error of gloo: a ``RuntimeError`` that begins with the name of a file of gloo."""
 _DIST_LOST = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|Socket closed|NCCL communicator was aborted"
     r"|remote process exiting prematurely"
@@ -215,7 +215,7 @@ def pending_collective(
 ) -> PendingCollective | None:
     """Return the oldest collective that has begun on this rank after ``since_ns`` but not ended.
 
-    If ``seconds_on_gpu`` is given, ignore collectives that began later than this number of seconds
+    If ``seconds_on_gpu`` is given, ignore collectives that began less than this number of seconds
     ago, and collectives that the GPU has not started.  With ``TORCH_NCCL_ENABLE_TIMING``, an NCCL
     entry is "scheduled" while the GPU computes earlier work, and then "started"
     (docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html).
@@ -274,7 +274,7 @@ def hides_group() -> bool:
 
 
 def set_default_group(group: Any) -> Any:
-    """Set the default group to a group or None.  Return the old group, or None if unchanged."""
+    """Replace the default group (None hides it).  Return the old group, or None on failure."""
     if not hides_group.works:
         return None
     world: Any = dist.group

@@ -1,4 +1,4 @@
-"""Check an exercise for ``%ddp_exercise``, and write the student's message (kernel)."""
+"""Checks an exercise for ``%ddp_exercise``, and writes the message for the student (kernel)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,10 +22,10 @@ def check_exercise(number: str, variables: Mapping[str, Any]) -> str:
         variables: the notebook's variables.
 
     Returns:
-        A message that the exercise is solved.
+        A message saying that the exercise is solved.
 
     Raises:
-        UserError: the exercise is not solved.  The message has a hint.
+        UserError: the exercise is not solved.  The message contains a hint.
         RankError: the student's code raised an error on a rank.
     """
     if number not in HINTS:

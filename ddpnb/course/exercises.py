@@ -1,7 +1,7 @@
 """Hints for all exercises, and a function that calls an exercise's check.  (Kernel and ranks.)
 
-A check is a function.  The names of its parameters are the names that the student must define.
-The check raises ``Hint`` if the student's solution is wrong.
+The check of an exercise is a function.  The names of its parameters are the names that the student
+must define.  The check raises ``Hint`` if the student's solution is wrong.
 """
 
 import inspect
@@ -14,7 +14,7 @@ HINTS = {
     "1.1": "Divide two speeds. Eight devices are at most eight times as fast as one device.",
     "1.2": "Train the same strategies again, and change one option.",
     "2.1": "If every rank sends first, no rank receives. dist.isend returns at once.",
-    "2.2": "Gather the tensors on rank 0, add and broadcast them. Or send them around N - 1 times.",
+    "2.2": "Add all tensors on rank 0 and broadcast the sum. Or send tensors around N - 1 times.",
     "3.1": "All-reduce p.grad of each parameter p, then divide it by the number of ranks.",
     "3.2": "If you seed torch.randperm's generator with the epoch, all ranks get the same order.",
     "3.3": "Join the gradients with torch.cat, all-reduce the result, and copy the parts back.",
@@ -25,7 +25,7 @@ HINTS = {
     "6.1": "Under torch.no_grad(), all-reduce each parameter and divide it by the number of ranks.",
     "6.2": "Give torch.optim.Adam only this rank's parameters. Broadcast them after each step.",
     "7.1": "Read the table of the prediction. It has one column for each number of ranks.",
-    "7.2": "Rank 0 writes to another name and renames the file with os.replace. All ranks read.",
+    "7.2": "Rank 0 writes to another name, then calls os.replace. All ranks read the renamed file.",
     "8.1": "Repeat or leave out samples until every rank has the same number of batches.",
     "8.2": "A forward pass of a DDP model may exchange buffers. Call the inner model, net.module.",
 }

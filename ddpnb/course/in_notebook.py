@@ -10,7 +10,7 @@ CLOSE = 0.02
 
 
 def efficiency(efficiency: float, race: Any) -> None:
-    """Check the speed of ``ddp``, divided by the speed of N devices that each train ``single``."""
+    """Check the efficiency of ``ddp``: its speed divided by N times the speed of ``single``."""
     frame = race.to_frame().set_index("strategy")
     speed = frame["samples_per_second"]
     expect(
@@ -25,7 +25,7 @@ def efficiency(efficiency: float, race: Any) -> None:
 
 
 def bigger_batch(race: Any, bigger: Any) -> None:
-    """Check that ``ddp`` is more efficient with a larger global batch than in the race."""
+    """Check that ``ddp`` is more efficient with a larger global batch than in ``race``."""
     ours, theirs = (each.to_frame().set_index("strategy") for each in (bigger, race))
     expect("ddp" in ours.index, f"Compare ddp, too. Your strategies: {', '.join(ours.index)}.")
     batch, old_batch = ours["batch_size"]["ddp"], theirs["batch_size"]["ddp"]
@@ -53,10 +53,10 @@ def enough_ranks(enough_ranks: int, forecast: Any) -> None:
     points = forecast.prediction.points["ddp"]
     single = next((each.samples_per_second for each in points if each.num_ranks == 1), math.nan)
     fast = [each.num_ranks for each in points if each.samples_per_second >= 10 * single]
-    expect(bool(fast), "Predict 1 rank, and enough ranks for ddp to be ten times as fast.")
+    expect(bool(fast), "Predict 1 rank, and a number of ranks on which ddp is ten times as fast.")
     expect(
         enough_ranks == min(fast),
-        f"{enough_ranks} is not the smallest number of ranks that is fast enough.",
+        f"{enough_ranks} is not the smallest number of ranks on which ddp is ten times as fast.",
     )
 
 

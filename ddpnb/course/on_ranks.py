@@ -121,7 +121,7 @@ def my_indices(my_indices: Callable[[int, int], Sequence[int]]) -> None:
 
 
 def accumulate(accumulate: Callable[[Model, Sequence[Any], Callable[..., Tensor]], None]) -> None:
-    """Check that several backward passes make one exchange and give the whole batch's gradient."""
+    """Check that several backward passes exchange gradients once, with the correct result."""
     rank, _ = _place()
     model = _model()
     net = DistributedDataParallel(copy.deepcopy(model))
@@ -181,7 +181,7 @@ def wrap(wrap: Callable[[Model], Model]) -> None:
 
 
 def step_size(step_size: Callable[[float, int], float]) -> None:
-    """Check the learning rate lr / max(1, staleness) (Zhang et al., IJCAI 2016)."""
+    """Check that the learning rate is lr / max(1, staleness) (Zhang et al., IJCAI 2016)."""
     for staleness, rate in ((0, 0.1), (1, 0.1), (4, 0.025)):
         got = step_size(0.1, staleness)
         expect(abs(got - rate) < 1e-9, f"For staleness {staleness}, return {rate}, not {got}.")
@@ -191,7 +191,7 @@ def step_size(step_size: Callable[[float, int], float]) -> None:
 
 
 def average_weights(average_weights: Callable[[Model], None]) -> None:
-    """Check that every rank has the mean of all weights after one average of local SGD."""
+    """Check that every rank has the mean of all weights after local SGD averages once."""
     rank, size = _place()
     model = _model()
     with torch.no_grad():
@@ -241,7 +241,7 @@ def sharded_adam(ShardedAdam: Callable[..., Any]) -> None:  # noqa: N803 - the s
 
 
 def _tensors_of(holder: Any) -> Iterator[Tensor]:
-    """Yield the state tensors of ``holder`` and its attributes, if they are optimizers."""
+    """Yield the state tensors of all optimizers among ``holder`` and its attributes."""
     held = [holder, *vars(holder).values()]
     for optimizer in {id(each): each for each in held}.values():
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -256,7 +256,7 @@ def checkpoints(
     save_checkpoint: Callable[[str, Model, int], None],
     load_checkpoint: Callable[[str, Model], int],
 ) -> None:
-    """Check that only rank 0 writes a checkpoint, via another name, and that all ranks load it."""
+    """Check that only rank 0 writes a checkpoint and renames it, and that all ranks load it."""
     rank, _ = _place()
     folder: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folder)
@@ -284,7 +284,7 @@ def checkpoints(
 
 
 def evaluate_on_rank_0(evaluate_on_rank_0: Callable[..., Any]) -> None:
-    """Check that rank 0 evaluates a DDP model without any other rank."""
+    """Check that rank 0 can evaluate a DDP model while the other ranks do not."""
     rank, _ = _place()
     net = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
     loss = evaluate_on_rank_0(net, torch.ones(4, 8))
@@ -295,7 +295,7 @@ def evaluate_on_rank_0(evaluate_on_rank_0: Callable[..., Any]) -> None:
 
 
 def even_batches(even_batches: Callable[[int, int], Sequence[Sequence[int]]]) -> None:
-    """Check that all ranks have the same number of batches, even if samples divide unevenly."""
+    """Check that all ranks have the same number of batches, for any number of samples."""
     _, size = _place()
     for num_samples in (7 * size + 1, 8 * size):
         mine = [[int(index) for index in batch] for batch in even_batches(num_samples, 2)]

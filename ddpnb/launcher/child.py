@@ -17,7 +17,7 @@ Frame = dict[str, Any]
 
 
 def run_child(main: Callable[[], None]) -> NoReturn:
-    """Run ``main`` in a forked child as if in a new process, then exit."""
+    """Run ``main`` in a forked child process as in a new process, then exit."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -38,7 +38,7 @@ def run_child(main: Callable[[], None]) -> NoReturn:
 def run_rank(rank: int, settings: Frame, pipe: Connection, folder: Path) -> None:
     """Run one rank: an ipyparallel engine in the process group.
 
-    ``settings`` are the settings of ``ddpnb.rank.engine.run``, without the engine's command line.
+    ``settings`` are passed to ``ddpnb.rank.engine.run``, together with the engine's command line.
     """
     die_with_parent()
     # A data-loading process must not destroy the process group that it inherits.  Otherwise it

@@ -15,7 +15,7 @@ from ddpnb.launcher.child import redirect_output
 from ddpnb.protocol.processes import die_with_parent, process_log
 
 QUICK_MILLISECONDS = 25
-"""Milliseconds between heartbeats while ranks start.  An engine registers on a heartbeat."""
+"""Milliseconds between heartbeats while ranks start, because engines register on heartbeats."""
 QUICK_SECONDS = 10.0
 """Seconds for which the controller sends quick heartbeats."""
 

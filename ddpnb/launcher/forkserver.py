@@ -4,13 +4,13 @@ The kernel starts ``python -m ddpnb.launcher.forkserver FD ...`` and exchanges J
 fork server over a socket pair.  The fork server forks the controller first, and imports torch while
 the controller starts.  The ranks share the imported pages, so each rank starts in under a second.
 
-The fork server runs no tensor operation, starts no thread and never uses CUDA.  So it can fork
-safely at any time, for example to restart a dead rank.
+The fork server runs no tensor operation, starts no thread and never uses CUDA.  For this reason,
+the fork server can fork safely at any time, for example to restart a dead rank.
 
 When the kernel ends for any reason, its end of the socket closes.  The fork server then ends all
 its children and removes the run folder.  If the fork server is killed, the ranks end because of
-``PR_SET_PDEATHSIG``, or because their pipes to the fork server close.  The controller's pipe also
-closes, and the controller ends all processes that cells have started.
+``PR_SET_PDEATHSIG``, or because their pipes to the fork server close.  The controller's pipe closes
+too, and then the controller ends all processes that cells have started.
 """
 
 import contextlib
@@ -50,31 +50,31 @@ from ddpnb.protocol.processes import (  # noqa: E402
 )
 
 STOP_TIMEOUT_SECONDS = 3.0
-"""Maximum seconds that the children get after SIGTERM before they get SIGKILL."""
+"""Seconds after SIGTERM until the fork server sends SIGKILL to children that still run."""
 WRITE_SECONDS = 0.1
 """Maximum seconds to send a message, so that a suspended rank cannot block the fork server."""
 READ_SECONDS = 5.0
 """Maximum seconds to receive a rank's answer after its first bytes have arrived."""
 LOG_BYTES = 16_384
-"""Maximum number of bytes of a log that the kernel gets when a process has ended."""
+"""Maximum number of bytes of a log that the kernel receives when a process has ended."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Forkserver:
-    """The fork server with its pipe to the kernel and its children."""
+    """The fork server, which has a pipe to the kernel and child processes."""
 
     kernel: Connection
     folder: Path
     children: dict[int, int | str] = field(default_factory=dict)
-    """The rank or ``"controller"`` of each child, with the process id as the key."""
+    """Maps the process id of each child to its rank, or to ``"controller"``."""
     pipes: dict[int | str, Connection] = field(default_factory=dict)
-    """The pipes to the ranks' control threads, by rank."""
+    """Maps each rank to the pipe to its control thread."""
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     is_stopped: bool = False
     handlers: dict[KernelRequest, Callable[..., object]] = field(init=False)
     """The function that answers each kind of request.  An agent adds more functions."""
     more_ends: list[Connection | socket.socket | TextIO] = field(default_factory=list)
-    """Further files that a forked child closes, in addition to the pipes."""
+    """Files and sockets that a forked child closes, in addition to ``pipes``."""
 
     def __post_init__(self) -> None:
         self.handlers = {
@@ -84,7 +84,7 @@ class Forkserver:
         }
 
     def run(self, controller_arguments: list[str]) -> None:
-        """Serve the kernel until it ends.  If the list is empty, start no controller."""
+        """Serve the kernel until it ends.  If the list is empty, there is no controller."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         try:
@@ -104,7 +104,7 @@ class Forkserver:
                 key.data(key.fileobj)
 
     def on_kernel(self, kernel: Connection) -> None:
-        """Execute one request of the kernel, and send its answer or its error."""
+        """Execute one request from the kernel, and send the answer or the error back."""
         try:
             request: Frame = json.loads(kernel.recv_bytes())
         except (EOFError, OSError):
@@ -123,7 +123,7 @@ class Forkserver:
         self.report(event=ForkServerEvent.ANSWER, id=request_id, **answer)
 
     def start_rank(self, *, rank: int, settings: Frame) -> None:
-        """Fork a rank.  Raise OSError if the system has no free processes or memory."""
+        """Fork a rank.  Raise OSError if the system cannot create another process."""
         ours, theirs = Pipe()
         limit_waits(ours, write_seconds=WRITE_SECONDS, read_seconds=READ_SECONDS).close()
 
@@ -160,7 +160,7 @@ class Forkserver:
         return pid
 
     def forward(self, request_id: int, *, rank: int, command: str, arguments: list[object]) -> None:
-        """Forward a command to a rank's control thread.  Dead ranks do not answer."""
+        """Forward a command to a rank's control thread.  If the rank is dead, do nothing."""
         if (pipe := self.pipes.get(rank)) is not None:
             message = {"id": request_id, "command": command, "arguments": arguments}
             with contextlib.suppress(OSError):
@@ -197,7 +197,7 @@ class Forkserver:
             self.report(event=ForkServerEvent.EXITED, member=member, code=code, log=log)
 
     def reaped(self) -> Iterator[tuple[int | str, int]]:
-        """Reap the children that have ended, and yield each child with its exit code."""
+        """Yield the rank (or ``"controller"``) and the exit code of each child that has ended."""
         while self.children:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -209,7 +209,7 @@ class Forkserver:
                 yield member, os.waitstatus_to_exitcode(status)
 
     def report(self, **event: object) -> None:
-        """Send the kernel an event.  Ignore a closed pipe, because ``serve`` detects it."""
+        """Send an event to the kernel.  Ignore a closed pipe, because ``serve`` detects it."""
         with contextlib.suppress(OSError):
             self.kernel.send_bytes(json.dumps(event).encode())
 
@@ -226,7 +226,7 @@ class Forkserver:
         os.killpg(0, signal.SIGKILL)
 
     def wait_for_children(self, timeout: float) -> None:
-        """Reap children until all have ended or ``timeout`` seconds have passed."""
+        """Wait until all children have ended, or until ``timeout`` seconds have passed."""
         deadline = time.monotonic() + timeout
         while self.children and time.monotonic() < deadline:
             if not list(self.reaped()):

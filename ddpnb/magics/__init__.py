@@ -1,1 +1,1 @@
-"""The magics: each parses its line and calls a function of the session (kernel)."""
+"""The magics, which parse their lines and call functions of the session (kernel)."""

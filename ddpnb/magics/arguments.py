@@ -16,13 +16,13 @@ from ddpnb.protocol.options import Option
 
 
 def flags(magic: object) -> list[str]:
-    """Return the options of a magic with their dashes, such as ``--ranks``."""
+    """Return the names of a magic's options with their dashes, such as ``--ranks``."""
     parser: argparse.ArgumentParser | None = getattr(magic, "parser", None)
     return re.findall(r"\[(--?[a-z][\w-]*)", parser.format_usage()) if parser else []
 
 
 def arguments(magic: Callable[..., object], line: str, *, unquote: bool = False) -> Namespace:
-    """Parse a magic's line.  If a word is wrong, the UserError names the word and the problem.
+    """Parse a magic's line; raise a UserError that names the first wrong word and the problem.
 
     If ``unquote`` is true, quotation marks are removed, as in a shell.
     """
@@ -54,7 +54,7 @@ def arguments(magic: Callable[..., object], line: str, *, unquote: bool = False)
 
 
 def no_arguments(magic: str, line: str) -> None:
-    """Raise a UserError if a magic without arguments gets arguments."""
+    """Raise a UserError if a user gives arguments to a magic that takes no arguments."""
     if line.strip():
         raise UserError(f"{magic} takes no arguments. Remove {line.strip()!r}.")
 
@@ -80,7 +80,7 @@ class options(ArgDecorator):  # noqa: N801  lowercase, as IPython's decorators
 
 
 def catalogue_text() -> str:
-    """Return all strategies and tasks with their options, for the end of a help text."""
+    """Return a help text that lists all strategies and tasks with their options."""
     lines: list[str] = []
     for heading, entries in (("strategies", STRATEGIES), ("tasks", TASKS)):
         lines += ["", f"{heading}:"]

@@ -36,7 +36,7 @@ PULL = re.compile(
     r"[ \t]*(?:[^\W\d]\w*[ \t]*=[ \t]*)?%ddp_(?:pull|check|inspect|samples)[ \t]+"
     r"((?:.*[ \t])?(?!-)\S*)"
 )
-"""Matches the line of a magic that names variables of the ranks, if the last word is no option."""
+"""Matches a magic's line that names variables of the ranks, unless the last word is an option."""
 
 PULL_OPTION = re.compile(r"--(?:ranks[ =]+(\d*)\S*|as[ =]+\S*)[ \t]+")
 
@@ -72,7 +72,7 @@ class Completion:
             vars(self._kernel).pop("do_inspect", None)
 
     def complete(self, context: CompletionContext) -> SimpleMatcherResult:
-        """Return a rank's completions, or the completions of a magic's line."""
+        """Return completions from a rank, or completions for the line of a magic."""
         lines = context.full_text.split("\n")[: context.cursor_line]
         offset = sum(len(line) + 1 for line in lines) + context.cursor_position
         asked = self._asked(context.full_text, offset)
@@ -107,7 +107,7 @@ class Completion:
         return usual(self._kernel, code, cursor_pos, detail_level, omit_sections)
 
     def _asked(self, source: str, offset: int) -> "Place | None":
-        """Return the place in the code that a rank runs, or None if the code is not for ranks."""
+        """Return the cursor's place in code for ranks, or None if the code is not for ranks."""
         magic = CELL.match(source)
         pulled = PULL.fullmatch(source[:offset].rpartition("\n")[2])
         if pulled is not None and magic is None:
@@ -126,7 +126,7 @@ class Completion:
 
 
 class Place(NamedTuple):
-    """A place in the source of a cell that runs on ranks."""
+    """The place of the cursor in the source of a cell that runs on ranks."""
 
     source: str
     offset: int
@@ -140,7 +140,7 @@ class Place(NamedTuple):
 def following(
     magics: object, words: list[str], namespace: dict[str, object], prefix: str
 ) -> Iterator[SimpleCompletion]:
-    """Yield the completions in a line of ddpnb's magics: first names, then options.
+    """Yield the completions for a line of one of ddpnb's magics: first names, then options.
 
     ``words`` are the complete words of the line, ``prefix`` is the beginning of the next word, and
     ``namespace`` has the notebook's variables.
@@ -181,7 +181,7 @@ def values(words: Sequence[str], prefix: str) -> Offered | None:
 
 
 def choices(entries: Mapping[str, Entry], prefix: str) -> Iterable[str]:
-    """Return the names in a table.  After ``name:``, return the options and values of ``name``."""
+    """Return the names in ``entries``, or after ``name:`` the options and values of ``name``."""
     name, colon, options_text = prefix.partition(":")
     if not colon or name not in entries:
         return entries

@@ -1,4 +1,4 @@
-"""The magics: each parses its line and calls ``ddpnb.api`` or the session (kernel)."""
+"""The magics, which parse their lines and call ``ddpnb.api`` or the session (kernel)."""
 
 from argparse import REMAINDER
 from typing import TYPE_CHECKING, Any
@@ -91,7 +91,7 @@ class DdpMagics(Magics):
     def ddp_restart(self, line: str) -> None:
         """End the ranks and start new ranks without variables: ``%ddp_restart``.
 
-        ``%ddp_restart --ranks 1`` replaces only rank 1, dead or alive.
+        ``%ddp_restart --ranks 1`` replaces only rank 1, even if rank 1 is alive.
         """
         args, display = arguments(self.ddp_restart, line), LiveDisplay()
         progress = display.show_text
@@ -130,11 +130,11 @@ class DdpMagics(Magics):
     @argument("script", help="path of the script; with -m, the name of a module")
     @argument("arguments", nargs=REMAINDER, help="arguments of the script")
     @argument("-m", dest="module", action="store_true", help="run a module, like torchrun -m")
-    @argument("-i", dest="keep", action="store_true", help="keep its variables for later cells")
+    @argument("-i", dest="keep", action="store_true", help="keep script variables for later cells")
     @options(options_of(CellOptions))
     @line_magic
     def ddp_run(self, line: str) -> Any:
-        """Run a script for torchrun on the ranks: ``%ddp_run train.py --epochs 3``.
+        """Run a ``torchrun`` script on the ranks: ``%ddp_run train.py --epochs 3``.
 
         The script runs unchanged, in a new ``__main__``, and uses the cluster's process group.
         Write the options of ``%ddp_run`` before the script: ``%ddp_run --timeout 60 train.py``.
@@ -206,10 +206,10 @@ class DdpMagics(Magics):
         """Train strategies on one task and compare them live: ``%ddp_compare ddp --task digits``.
 
         Without a cell, ``--task`` names a built-in task.  A ``%%ddp_compare`` cell defines your
-        task: ``model()`` and ``data(split)``, with split "train" or "test".  It can also define
-        ``loss(outputs, targets)``, ``training_step(model, batch)``, ``metric(outputs, targets)``
-        and ``optimizer(params)``: docs/your-code.md.  A strategy can have options, such as
-        ``ddp:hook=fp16``, and can be a class in the cell, such as ``Averaging:every=2``.
+        task: ``model()`` and ``data(split)``, with split "train" or "test".  The cell can also
+        define ``loss(outputs, targets)``, ``training_step(model, batch)``, ``optimizer(params)``
+        and ``metric(outputs, targets)``, see docs/your-code.md.  A strategy can have options, such
+        as ``ddp:hook=fp16``, and can be a class in the cell, such as ``Averaging:every=2``.
         """
         return this_session().compare(comparison_of(line, cell))
 
@@ -246,7 +246,7 @@ class DdpMagics(Magics):
 
     @magic_arguments()
     @argument("name", help=RUNS)
-    @argument("path", help="name of the file; its ending chooses the content")
+    @argument("path", help="name of the file; its ending determines the content")
     @line_magic
     def ddp_export(self, line: str) -> None:
         """Write stored runs to a file: ``%ddp_export race race.csv``.
@@ -309,7 +309,7 @@ class DdpMagics(Magics):
 
         Without a name, torch's ``DistributedSampler`` on the ranks chooses the samples.
         ``%ddp_samples loader`` reads a sampler or a ``DataLoader`` of the ranks without consuming
-        it.  In this case, the sampler or loader defines ``-n``, ``--drop-last`` and ``--shuffle``.
+        it.  If you name a sampler, ddpnb ignores ``-n``, ``--drop-last`` and ``--shuffle``.
         """
         return api.samples(**vars(arguments(self.ddp_samples, line)))
 
@@ -322,8 +322,8 @@ class DdpMagics(Magics):
     def ddp_show(self, line: str) -> Any:
         """Run a collective on the ranks and draw its effect: ``%ddp_show all_reduce``.
 
-        The result shows each rank's tensor before and after, the time, the bytes sent, and the
-        algorithm's formula.  ``%ddp_show trace`` draws the trace of the latest ``%%ddp --trace``
+        The result shows each rank's tensor before and after the call, the time, the bytes sent, and
+        the algorithm's formula.  ``%ddp_show trace`` draws the trace of the last ``%%ddp --trace``
         cell again.  ``%ddp_show trace --save FILE`` saves the trace, for example for Perfetto.
         """
         choices = vars(arguments(self.ddp_show, line))
@@ -338,17 +338,17 @@ class DdpMagics(Magics):
     @magic_arguments()
     @argument("model", nargs="?", default="", help="name of a model or DDP module on the ranks")
     @options(options_of(InspectSpec))
-    @argument("--run", metavar="NAME", default="", help="stored async run; shows its versions")
+    @argument("--run", metavar="NAME", default="", help="show parameter versions of an async run")
     @options(options_of(TrainingSpec, *INSPECTED))
     @line_cell_magic
     def ddp_inspect(self, line: str, cell: str = "") -> Any:
         """Measure a step of DDP: ``%ddp_inspect model --batch x --loss "f(output, y)"``.
 
         The result shows DDP's buckets, and each rank's forward pass, backward pass, all-reduces and
-        update on one time line.  ddpnb measures a copy: the model, its gradients and random numbers
-        stay unchanged.  Without a model, the step uses ``--task``, the cell's task or the task of
-        the last comparison.  ``--run race`` shows which versions of the parameters the workers of a
-        stored ``async`` run read and updated.
+        update on one timeline.  ddpnb measures a copy, so the model, its gradients and the random
+        numbers stay unchanged.  Without a model, ddpnb inspects ``--task``, the cell's task or the
+        task of the last comparison.  ``--run race`` shows which versions of the parameters were
+        read and updated by the workers of a stored ``async`` run.
         """
         choices = vars(arguments(self.ddp_inspect, line, unquote=True))
         source = f"# %%ddp_inspect {line}\n{cell}" if cell.strip() else ""
@@ -358,7 +358,7 @@ class DdpMagics(Magics):
 
     @magic_arguments()
     @options(options_of(Question))
-    @argument("--run", metavar="NAME", default="", help="stored comparison used for calibration")
+    @argument("--run", metavar="NAME", default="", help="stored comparison for the calibration")
     @line_magic
     def ddp_predict(self, line: str) -> Any:
         """Predict throughput on other numbers of ranks and other networks.
@@ -377,7 +377,7 @@ class DdpMagics(Magics):
 
 
 def with_magic_line(magic: str, cell: str) -> str:
-    """Return a cell with its magic as a comment above, so that line numbers stay correct."""
+    """Add a magic's line above a cell, as a comment, so that line numbers stay correct."""
     return cell if cell.startswith("%%") else f"# {magic}\n{cell}"
 
 

@@ -1,7 +1,7 @@
 """The controls of ``%ddp_panel``, which start and stop comparisons in the background (kernel).
 
 A kernel has one panel.  If two cells show the panel, both show the same controls.  Each control
-has a label and works with only the keyboard.
+has a label and can be used with the keyboard.
 """
 
 import contextvars
@@ -31,14 +31,14 @@ CHOSEN = ("single", "ddp", "async")
 CONTROLS = ("num_epochs", "batch_size", "devices", "link", "slow")
 """The options of a training that have a control."""
 DEFAULTS = {"num_epochs": "6", "batch_size": "64"}
-"""First values of the panel that differ from the defaults of ``%ddp_compare``."""
+"""The panel's initial values that differ from the defaults of ``%ddp_compare``."""
 WITHOUT_KERNEL = "The panel needs a kernel. Run this cell again. The last results are below."
 WRAPPED = {"flex_flow": "row wrap", "align_items": "center", "max_width": "99%"}
 
 
 @final
 class Panel:
-    """Controls for comparisons.  ``parse`` reads a line of ``%ddp_compare`` and its cell."""
+    """Controls for comparisons.  ``parse`` parses the line and the cell of ``%%ddp_compare``."""
 
     def __init__(
         self, shell: InteractiveShell, parse: Callable[[str, str], ComparisonSpec]
@@ -95,14 +95,14 @@ class Panel:
         self._root.close()
 
     def line(self) -> str:
-        """Return the line of ``%ddp_compare``, without the magic's name."""
+        """Return the arguments of ``%ddp_compare`` that the controls describe."""
         texts = {flag: box.value.replace(" ", "") for flag, box in self.choices.items()}
         words = [word for flag, text in texts.items() if text for word in (flag, text)]
         strategies = [name for name, box in self.strategies.items() if box.value]
         return line_of(strategies, self.task.value, words, num_repeats=self.repeats.value)
 
     def _show_magic(self) -> None:
-        """Show a notebook cell with the same effect, including the start of ranks if needed."""
+        """Show a cell that has the same effect as the controls, with ``%ddp_start`` if needed."""
         if self.task.value == CELL_TASK:
             self.magic.value = f"%%ddp_compare {self.line()}\n{self._own_cell}"
         else:
@@ -110,7 +110,7 @@ class Panel:
             self.magic.value = f"{start}%ddp_compare {self.line()}"
 
     def _refresh(self, _: Any = None) -> None:
-        """Update the ranks and the cell; colour the button to press next."""
+        """Update the number of ranks and the shown cell; highlight the button to press next."""
         is_training = this_session().comparison is not None  # no button is disabled: focus stays
         self.run.button_style = "" if is_training else "primary"
         self.stop.button_style = "danger" if is_training else ""

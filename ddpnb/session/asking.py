@@ -1,4 +1,4 @@
-"""Supervised calls to ranks that do not run a cell or train a model (kernel)."""
+"""Supervises calls that neither run a cell nor train a model (kernel)."""
 
 from collections.abc import Sequence
 
@@ -19,10 +19,10 @@ def ask(
     *,
     printed: PrintedLines | None = None,
 ) -> dict[int, Result]:
-    """Return each rank's answer.  If one rank fails, the other ranks are released.
+    """Send a request to ranks and return their answers.  If a rank fails, release the other ranks.
 
-    By default, all ranks are asked.  ``printed`` collects the ranks' output.  If ``printed`` is
-    None, the output is shown at the end.
+    By default, all ranks get the request.  ``printed`` collects the ranks' output.  If ``printed``
+    is None, the output is shown at the end.
 
     Raises:
         UserError: a rank reported a mistake of the user, or one of the ranks is running a cell.

@@ -1,4 +1,4 @@
-"""Background work: a thread supervises a cell or a comparison while other cells run (kernel)."""
+"""Supervises a cell or a comparison in a thread, while other cells run (kernel)."""
 
 import contextvars
 import threading
@@ -27,7 +27,7 @@ class Background(ABC):
 
     @abstractmethod
     def run(self) -> object:
-        """Supervise the work until it has ended; raise its error."""
+        """Supervise the work until it has ended; raise an error if the work fails."""
 
     def interrupt(self) -> None:
         """Ask the work to end early; may be called twice and from any thread."""
@@ -36,7 +36,7 @@ class Background(ABC):
     def begin(self, on_end: Callable[[Self], None] | None = None) -> Self:
         """Call ``run`` in a new thread and return at once.
 
-        When the work ends, the thread calls ``on_end``.  By default, the thread prints an error.
+        When the work ends, the thread calls ``on_end``.  Without ``on_end``, it prints any error.
         """
         context = contextvars.copy_context()  # holds the cell that the output belongs to
         run = self._run_in_thread, on_end
@@ -50,7 +50,7 @@ class Background(ABC):
             self._thread.join(timeout)
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait until the work has ended; return a comparison's result, or raise the error.
+        """Wait until the work has ended; return a comparison's result, or raise the work's error.
 
         After ``timeout`` seconds, raise TimeoutError and let the work continue.
         """

@@ -43,7 +43,7 @@ class CellOptions:
 
     ranks: str | None = option(None, "ranks that run the cell; default: all ranks", example="0,2-3")
     wait: bool = option(True, "return at once and show output as it arrives", flag="--no-wait")
-    name: str = option("", "name of a stored run for the values of ddpnb.log", example="NAME")
+    name: str = option("", "store the values of ddpnb.log as a run of this name", example="NAME")
     timeout: float | None = option(
         None, "interrupt the ranks after this many seconds", above=0, example="SECONDS"
     )
@@ -78,17 +78,17 @@ class RunningCell(Background):
         super().__init__(f"cell on {spoken_ranks(ranks)}")
         self.ranks = ranks
         self.trace: TraceResult | None = None
-        """The trace of a traced cell, once the cell has ended."""
+        """The trace, if the cell is traced and has ended; otherwise None."""
         self._spec = spec
         self._cluster = cluster
         self._recorder = recorder
         self._has_prompt = True
-        """True if the user can answer a rank's questions."""
+        """True if the user can answer prompts of the debugged rank."""
         self._live: Live | None = None
         self._output = CellOutput(ranks, self._appear)
         warn_stale(cluster.ensure_group(is_checked=options.check))
         self._dead = cluster.dead
-        """The ranks that were dead before the cell.  Collectives still need these ranks."""
+        """The ranks that were dead when the cell began.  Collectives need these ranks too."""
         self._watch = Watch(
             cluster=cluster,
             call=cluster.submit(calls.run_cell(spec), ranks),
@@ -167,7 +167,7 @@ class RunningCell(Background):
             self._live.finish(ComparisonResult(self._recorder.comparison))
 
     def _take_trace(self, *, is_value: bool) -> None:
-        """Join the ranks' traces; display the result unless the notebook cell returns it."""
+        """Merge the ranks' traces; display the trace unless the notebook cell returns the trace."""
         reports = self._watch.outcome.returned.values()
         recorded = [r.trace for r in reports if isinstance(r, CellReport) and r.trace is not None]
         script, number = self._spec.script, self._spec.execution_count
@@ -204,7 +204,7 @@ class RunningCell(Background):
 
 
 def read_script(path: str) -> tuple[str, str]:
-    """Return a script's absolute path and text; raise UserError if it cannot be read."""
+    """Return a script's absolute path and text; raise UserError if the script cannot be read."""
     script = Path(path).expanduser().absolute()
     try:
         return str(script), decode_source(script.read_bytes())
@@ -217,7 +217,7 @@ def read_script(path: str) -> tuple[str, str]:
 
 
 def cell_in(source: Path | str) -> str:
-    """Return a cell's text; read it from a file if ``source`` is a path or a ``.py`` name."""
+    """Return the text of a cell, or of a file if ``source`` is a path or ends with ``.py``."""
     text = str(source)
     is_file = isinstance(source, Path) or (text.endswith(".py") and "\n" not in text)
     return read_script(text)[1] if is_file else text

@@ -1,4 +1,4 @@
-"""Checks a comparison and prepares its trainings (kernel)."""
+"""Checks a comparison and prepares its runs (kernel)."""
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -70,7 +70,7 @@ def prepare(cluster: Cluster, store: Store, spec: ComparisonSpec, shown: Live) -
 
 
 def check_across_hosts(strategies: Sequence[str]) -> None:
-    """Raise UserError if a strategy needs shared memory, which works on one host only."""
+    """Raise UserError if a strategy cannot run on several hosts because it shares memory."""
     for name in (parse_strategy(each).name for each in strategies):
         if name in STRATEGIES and (instead := STRATEGIES[name].across_hosts):
             raise UserError(
@@ -86,10 +86,10 @@ def _check_each(
     shown: Live,
     printed: PrintedLines,
 ) -> dict[str, Checked]:
-    """Check every strategy on the ranks; return the result for each strategy that can be trained.
+    """Check every strategy on the ranks; return the results of the strategies that can train.
 
     If the user compares only custom strategies, the baseline and the ceiling may fail the check.
-    A custom strategy can train, for example, a model with two losses.  Built-in strategies cannot.
+    For example, only a custom strategy can train a model with two losses.
     """
     is_own = all(parse_strategy(s).name not in STRATEGIES for s in spec.strategies)
     optional = {BASELINE, CEILING}.difference(spec.strategies) if is_own else set()
@@ -129,7 +129,7 @@ def _check_sizes(found: Mapping[int, Checked]) -> None:
 
 
 def _check_target(spec: ComparisonSpec, checked: Collection[Checked]) -> None:
-    """Raise UserError if the comparison does not measure the loss or accuracy of ``--target``."""
+    """Raise UserError if ``--target`` is an accuracy that the comparison does not measure."""
     target = spec.options.target
     if target is None or not target.is_accuracy:
         return
@@ -147,7 +147,7 @@ def _check_target(spec: ComparisonSpec, checked: Collection[Checked]) -> None:
 
 
 def with_devices(cluster: Cluster, spec: TrainingSpec) -> TrainingSpec:
-    """Add emulated devices to a training if the cluster or ``--link`` asks for emulated devices.
+    """Add emulated devices to training options if the cluster or ``--link`` asks for devices.
 
     Raises UserError if these ranks cannot emulate the devices.
     """
@@ -183,7 +183,7 @@ def with_devices(cluster: Cluster, spec: TrainingSpec) -> TrainingSpec:
 def with_compute(
     cluster: Cluster, specs: Sequence[RunSpec], printed: PrintedLines
 ) -> tuple[RunSpec, ...]:
-    """Measure the speed of an emulated device once, and return all trainings with this speed."""
+    """Measure the speed of an emulated device once, and use this speed for all runs."""
     devices = specs[0].emulated if specs else None
     if devices is None or devices.compute is not None:
         return tuple(specs)

@@ -1,4 +1,4 @@
-"""The specification of a comparison, and the list of its trainings (kernel)."""
+"""The specification of a comparison, and the list of its runs (kernel)."""
 
 import ast
 import math
@@ -56,14 +56,14 @@ class ComparisonSpec:
         refuse_magics(self.training.source)
 
     def run_specs(self, models: Path | None = None) -> tuple[RunSpec, ...]:
-        """Return all trainings.  ``models`` is the folder for trained weights.
+        """Return the specifications of all runs.  ``models`` is the folder for trained weights.
 
         Strategies take turns, and each repeat begins with a different strategy, for fairness.
         Within a repeat, all strategies use the same seed.  Weights, sample order and dropout
         differ between repeats, but the data are the same.
 
-        If the user asks for several learning rates, the first repeat trains with each rate.  A
-        later repeat gets its rate when it begins.
+        If the user asks for several learning rates, the first repeat trains with each rate.  When
+        a later repeat begins, ``RunningComparison`` replaces the rate by the strategy's best rate.
         """
         added = [BASELINE] if self.baseline else []
         if self.baseline and not {BASELINE, CEILING}.issuperset(self.strategies):
@@ -106,7 +106,7 @@ def make_comparison(
 
     Args:
         strategies: strategies as the user writes them.
-        choices: the options by their names in Python, as strings or values.
+        choices: a dict with the options' Python names, and their values as strings or objects.
         source: the cell that defines the task, or the cell that loads ``functions``.
         cell: the cell's number, the ``n`` of ``In [n]``.
         functions: the functions passed to ``ddpnb.compare``.
@@ -150,7 +150,7 @@ def refuse_magics(source: str) -> None:
 
 
 def long_enough(specs: Sequence[RunSpec], num_epochs: float) -> tuple[RunSpec, ...]:
-    """Return trainings with at least ``num_epochs`` epochs; print a change (``--min-seconds``)."""
+    """Increase the epochs of all runs to ``num_epochs`` (``--min-seconds``); print a message."""
     asked = max((spec.num_epochs for spec in specs), default=0.0)
     if num_epochs <= asked:
         return tuple(specs)

@@ -97,14 +97,14 @@ def failures_of(cluster: Cluster, outcome: Outcome) -> list[Failure]:
 
 
 def _kept_but(lost: Collection[int]) -> str:
-    """Say whether stopped ranks keep their variables; the ``lost`` ranks have ended."""
+    """Return sentences about the variables of stopped ranks; the ``lost`` ranks have ended."""
     if lost:
         return f"However, {say(lost, 'has')} ended. {remedy(lost)}"
     return "All variables are kept."
 
 
 def where_stopped(outcome: Outcome) -> str:
-    """Return the ranks' places in a cell: ``" (ranks 0,2 in line 4, rank 1 had finished)"``."""
+    """Return where ranks stopped in a cell: ``" (ranks 0,2 in line 4, rank 1 had finished)"``."""
     places: dict[str, list[int]] = {}
     for rank, report in sorted(outcome.returned.items()):
         failure = report.failure if isinstance(report, CellReport) else report
@@ -148,7 +148,7 @@ def summarize(failures: Sequence[Failure]) -> str:
 
 
 def _deaths(dead: Sequence[Failure]) -> str:
-    """Return sentences on how the ranks died, and the command that restarts all of them."""
+    """Return sentences that say how ranks died, with the command that restarts the ranks."""
     ranks_of: dict[str, list[int]] = {}
     for failure in dead:
         ranks_of.setdefault(failure.text, []).append(failure.rank)
@@ -196,13 +196,13 @@ def _consequence_lines(failures: Sequence[Failure]) -> list[str]:
 
 
 def _identical_to(failure: Failure, failures: Sequence[Failure]) -> list[Failure]:
-    """Return ``failure`` and all failures that are shown together with it."""
+    """Return ``failure`` and all failures that have the same ``_identity``."""
     wanted = _identity(failure)
     return [other for other in failures if _identity(other) == wanted]
 
 
 def _identity(failure: Failure) -> tuple[str, str, str]:
-    """Return a failure's key.  ddpnb shows only one of several failures with equal keys."""
+    """Return a key of a failure.  If failures have equal keys, ddpnb shows only one of them."""
     if failure.breaks_group or failure.is_death:
         return failure.name, "", ""
     return failure.name, failure.text, ANSI.sub("", "\n".join(failure.traceback))

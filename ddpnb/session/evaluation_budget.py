@@ -3,8 +3,8 @@
 The check measures how long evaluation and training take per sample.  Before the first run,
 ddpnb chooses one number of samples for all runs, so all models are evaluated on the same samples.
 ddpnb chooses from a few round numbers, so a busy machine hardly changes the choice.
-Short trainings of small models are evaluated on all samples.  On emulated devices, the number of
-samples is always the same.
+If all evaluations take at most two seconds, ddpnb keeps the default numbers.  On emulated devices,
+the number of samples is always the same.
 """
 
 import math
@@ -19,7 +19,7 @@ SHARE = 0.25
 FREE_SECONDS = 2.0
 """Evaluation time that is always allowed, even if the training is short."""
 DEFAULT_SIZES = 10_000, 2_000
-"""Default number of samples for evaluations at the end of training, and during training."""
+"""Default numbers of samples to evaluate after training, and during training."""
 SIZES = (2_000, 1_000, 500, 200, 100)
 """Numbers of samples to try for all evaluations if the default takes too long."""
 
@@ -27,9 +27,9 @@ SIZES = (2_000, 1_000, 500, 200, 100)
 def budgeted(
     specs: Sequence[RunSpec], checked: Collection[Checked], num_ranks: int
 ) -> tuple[RunSpec, ...]:
-    """Return trainings with evaluations that take at most a quarter of the training time.
+    """Reduce the evaluations of runs, so that they take at most a quarter of the training time.
 
-    ddpnb first reduces the samples, then the evaluations, unless the user chose ``--eval-every``.
+    First reduce the samples, then the evaluations, unless the user chose ``--eval-every``.
     """
     if not specs or not checked or specs[0].eval_samples is not None:
         return tuple(specs)

@@ -1,4 +1,4 @@
-"""Inspections: asks the ranks about models and steps, and returns the results (kernel)."""
+"""Inspects models and training steps on the ranks, and returns the results (kernel)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -22,7 +22,7 @@ from ddpnb.session.errors import warn_stale
 
 
 def check_replicas(cluster: Cluster, names: Sequence[str]) -> ReplicaCheck:
-    """Compare the ranks' replicas by digests, then compare values at the first difference."""
+    """Compare digests of the ranks' replicas, then compare values where digests first differ."""
     if len(cluster.ranks) < 2:
         raise UserError("A check needs at least two ranks. Run %ddp_restart -n 2 first.")
     replicas = list(ask(cluster, calls.digests(tuple(names))).values())
@@ -36,7 +36,7 @@ def check_replicas(cluster: Cluster, names: Sequence[str]) -> ReplicaCheck:
 
 
 def _measure(cluster: Cluster, finding: Finding) -> Finding:
-    """Return a finding with the size of its first difference, if it has a difference."""
+    """Add the size of the first difference to a finding, if the replicas differ."""
     if not finding.chunks:
         return finding
     ranks = finding.measured_ranks
@@ -54,10 +54,10 @@ INSPECTED = ("task", "batch_size", "devices", "as_", "link")
 def training_to_inspect(
     model: str, given: Mapping[str, Any], last: TrainingSpec | None
 ) -> TrainingSpec:
-    """Return the training to inspect.  For a model on the ranks, only the devices are used.
+    """Return options for an inspection.  For a model on the ranks, only the devices are used.
 
-    ``given`` has the fields of the training that the user chose.  If the user chose neither a model
-    nor a task, return ``last``, the training of the latest comparison.
+    ``given`` has the options that the user chose.  If the user chose neither a model nor a task,
+    take the other options from ``last``, the training of the latest comparison.
     """
     if model and not {"task", "source", "batch_size"}.isdisjoint(given):
         raise UserError(f"Inspect either {model} or a task (with --batch-size), not both.")
@@ -76,7 +76,7 @@ def training_to_inspect(
 def inspect_step(cluster: Cluster, spec: InspectSpec, training: TrainingSpec) -> DdpInspection:
     """Run DDP steps on all ranks, and return the ranks' reports.  All ranks must be idle.
 
-    ``spec`` has no task and no devices yet.  ``training`` has the task and the devices.
+    The task and the devices in ``training`` are added to ``spec``.
 
     Raises:
         UserError: the model is missing or different on some ranks, or does not fit the batch.

@@ -11,7 +11,7 @@ LEAST_SHARE = 0.2
 
 
 class OtherPrograms:
-    """Measures the CPU time of other programs from now on, without this kernel's processes."""
+    """Measures the CPU time of all programs except this kernel's processes, from now on."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()

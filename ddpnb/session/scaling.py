@@ -19,12 +19,12 @@ from ddpnb.scaling.predict import Question, predict
 
 NEEDED = (BASELINE, CEILING)
 FEWEST_STEPS = 4
-"""Minimum number of steps with the same number of samples for a valid median of step times."""
+"""Minimum number of steps with the same number of samples to compute a median of step times."""
 FLOAT_BYTES = 4
 
 
 def predicted(store: Store, question: Question, run: str = "") -> PredictionResult:
-    """Return a prediction, calibrated on a stored comparison (default: the last suitable one)."""
+    """Return a prediction from a stored comparison (default: the latest suitable comparison)."""
     measured = measured_in(_comparison(store, run))
     return PredictionResult(predict(calibrate(measured), question))
 
@@ -99,7 +99,7 @@ def _counts(summary: StrategySummary) -> bool:
 
 
 def _steps(runs: Sequence[RunSnapshot]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the samples, the seconds and the rank of every step, as three arrays."""
+    """Return three arrays: the number of samples, the seconds and the rank of each step."""
     rows = np.concatenate([run.events for run in runs])
     parts = ("data", "forward", "backward", "communication", "optimizer", "waiting")
     seconds = np.sum([rows[part].astype(float) for part in parts], axis=0)
@@ -119,7 +119,7 @@ def _sizes(runs: Sequence[RunSnapshot], fewest: int) -> tuple[SizeClass, ...]:
 
 
 def _variation(runs: Sequence[RunSnapshot]) -> float:
-    """Return the relative spread of a rank's step times, for the most frequent step size."""
+    """Return the relative spread of step times on a rank, for the most frequent step size."""
     samples, seconds, ranks = _steps(runs)
     sizes, counts = np.unique(samples, return_counts=True)
     chosen = samples == sizes[np.argmax(counts)]
@@ -133,7 +133,7 @@ def _variation(runs: Sequence[RunSnapshot]) -> float:
 
 
 def _num_bytes(runs: dict[str, list[RunSnapshot]], num_parameters: int, num_ranks: int) -> float:
-    """Return the bytes of all gradients.  If ``ddp`` did not run, assume 4 bytes per parameter."""
+    """Return the gradients' size in bytes.  If ``ddp`` did not run, assume 4 bytes a parameter."""
     sent = step_split(runs["ddp"]).num_bytes_sent if "ddp" in runs else math.nan
     if math.isfinite(sent) and num_ranks > 1:
         return sent * num_ranks / (2 * (num_ranks - 1))

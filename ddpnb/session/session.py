@@ -1,4 +1,4 @@
-"""The session of one notebook.  The magics and the Python functions call it (kernel)."""
+"""The session of one notebook, which the magics and the Python functions use (kernel)."""
 
 import atexit
 import contextlib
@@ -37,7 +37,7 @@ from ddpnb.session.status import describe_running, with_notes
 from ddpnb.session.training import RunningComparison
 
 OnProgress = Callable[[str], None]
-"""Function that receives a line of text at each stage of a start."""
+"""Function that is called with a line of text at each stage of a cluster's start."""
 
 ANSWER_SECONDS = 0.3
 """Maximum time that Tab completion waits for a rank."""
@@ -59,7 +59,7 @@ class Session:
         self.last_training: TrainingSpec | None = None
         """The training of the latest comparison, which ``inspect`` uses by default."""
         self._asked: Call | None = None
-        """The latest call of ``answer_now``."""
+        """The latest call that ``answer_now`` has sent."""
         self._traced: RunningCell | None = None
         """The latest traced cell."""
 
@@ -217,7 +217,7 @@ class Session:
     ) -> ComparisonResult | RunningComparison:
         """Train strategies and compare them live; see ``ddpnb.compare``.
 
-        ``shown`` is the display (default: under this cell).  ``on_end`` is passed to ``begin``.
+        ``shown`` is the display (default: under this cell).  A background thread calls ``on_end``.
         """
         self.last_training = spec.training
         running = prepare(self.idle_cluster(), self.store, spec, shown or live(spec.options))

@@ -1,4 +1,4 @@
-"""The state of every rank, as a table and in sentences (kernel)."""
+"""Describes the state of every rank, as a table or in sentences (kernel)."""
 
 import socket
 import time
@@ -79,7 +79,7 @@ def describe_running(cluster: Cluster, asked: ClusterSpec) -> str:
 
 
 def with_notes(table: Table, cluster: Cluster) -> Table:
-    """Return a table with notes on disabled features and on too many ranks for the CPU cores."""
+    """Add notes to a table: on disabled features, and on too many ranks for the CPU cores."""
     if cluster.lost is not None:
         return table
     notes, here = list(cluster.missing), socket.gethostname()

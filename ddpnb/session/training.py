@@ -1,4 +1,4 @@
-"""Runs the trainings of a comparison, one after the other (kernel)."""
+"""Trains the runs of a comparison, one after the other (kernel)."""
 
 import contextlib
 import math
@@ -31,7 +31,7 @@ from ddpnb.session.machine import OtherPrograms, disturbance
 from ddpnb.session.variables import pull
 
 STOP_INTERVAL_SECONDS = 0.3
-"""Time between two stop requests.  The kernel sends requests until the ranks have stopped."""
+"""Time between two stop requests.  The kernel repeats the request until the ranks have stopped."""
 CLEAN_UP_SECONDS = 2.0
 """Maximum time for the ranks to delete a comparison's data."""
 GRACE_SECONDS = 1.2
@@ -41,7 +41,7 @@ GRACE_SECONDS = 1.2
 @final
 @dataclass(kw_only=True, eq=False, repr=False)
 class RunningComparison(Background):
-    """A comparison in progress.  It trains its runs one after the other."""
+    """A comparison in progress, which trains its runs one after the other."""
 
     cluster: Cluster
     recorder: Recorder
@@ -62,7 +62,7 @@ class RunningComparison(Background):
     def run(self) -> ComparisonResult:
         """Train all strategies, then show and store the results, even after an error.
 
-        If a strategy fails, its remaining runs are skipped.  The other strategies are trained.
+        If a strategy fails, its remaining runs are skipped, and the other strategies are trained.
 
         Raises:
             RankError: a strategy failed.  The first strategy's error is raised at the end.
@@ -105,7 +105,7 @@ class RunningComparison(Background):
         return ComparisonResult(self.recorder.comparison, self.asked.options, self._model_of)
 
     def _at_best_rate(self, spec: RunSpec) -> RunSpec:
-        """Return the spec, in later repeats with the best learning rate of its strategy."""
+        """Return a run's spec.  In later repeats, use the strategy's best learning rate."""
         if not spec.rates or spec.repeat == 0:
             return spec
         runs = self.recorder.comparison.runs
@@ -125,7 +125,7 @@ class RunningComparison(Background):
             self.asked.functions.send(self.cluster, [rank])
 
     def _continue_without(self, failed: str, rest: Sequence[str]) -> bool:
-        """Return True if training continues after a failed strategy; print the other strategies."""
+        """Print which strategies are trained after ``failed`` failed; return False if none is."""
         if not rest or self.stop_requested:
             return False
         names = ", ".join(dict.fromkeys(rest))
@@ -181,7 +181,7 @@ class RunningComparison(Background):
         self._replace_dead(spec.strategy)
 
     def _interrupted(self, outcome: Outcome) -> tuple[Status, str]:
-        """Return the status and note of an interrupted run.  Its training may be complete."""
+        """Return the status and note of an interrupted run.  The training may be complete."""
         reports = _reports(outcome)
         if len(reports) < len(self.cluster.ranks) or any(each.was_stopped for each in reports):
             return Status.STOPPED, "interrupted"
@@ -206,7 +206,7 @@ class RunningComparison(Background):
         return True
 
     def _tick(self, recovery: RankRecovery, watch: Watch) -> None:
-        """Redraw.  If the user requests a stop, let all ranks end after the same step."""
+        """Redraw the display.  If the user requests a stop, end all ranks after the same step."""
         recovery.attend()
         if self.live.is_due():
             self.live.update(self.recorder.comparison)

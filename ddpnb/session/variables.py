@@ -1,4 +1,4 @@
-"""Copies variables and functions from the notebook to the ranks, and values back (kernel)."""
+"""Copies variables and functions to the ranks, and values to the notebook (kernel)."""
 
 import contextlib
 import inspect
@@ -22,7 +22,7 @@ from ddpnb.session.asking import ask
 from ddpnb.session.errors import RankError
 
 PREFIX = "variables-"
-"""Name prefix of files in the run folder.  ddpnb removes each file once its call has ended."""
+"""Prefix of the names of files that contain variables.  The files are removed after each call."""
 
 
 def push(cluster: Cluster, variables: Mapping[str, object], ranks: str | None) -> None:
@@ -32,7 +32,7 @@ def push(cluster: Cluster, variables: Mapping[str, object], ranks: str | None) -
 
 
 def pickled(variables: Mapping[str, object], value: object) -> list[memoryview]:
-    """Pickle a value made of variables; raise UserError if a variable cannot be pickled."""
+    """Pickle a value that contains variables; raise UserError if a variable cannot be pickled."""
     try:
         return dump(value, for_ranks=True)
     except Exception as error:
@@ -46,7 +46,7 @@ def send(
     ranks: Sequence[int],
     taken_by: Callable[[Parcel], Request[None]],
 ) -> None:
-    """Send pickled values to a call on ranks; raise UserError if a rank cannot read them."""
+    """Send pickled values to ranks; raise UserError if a rank cannot read the values."""
     what = ", ".join(names)
     with (
         new_files(cluster.folder, [""]) as path,
@@ -67,7 +67,7 @@ def pull(
 ) -> list[Any]:
     """Return the value of an expression on each rank; raise UserError if a rank has no value.
 
-    ``given_by`` is the call that evaluates the expression.  The call may run as long as a cell.
+    ``given_by`` is the call that evaluates the expression.  The call has no time limit.
     """
     with new_files(cluster.folder, [f"-{rank}" for rank in ranks]) as path:
         own = path if cluster.is_local else ""
@@ -83,7 +83,7 @@ def pull(
 
 @contextlib.contextmanager
 def mistakes_named(what: str) -> Iterator[None]:
-    """Raise a rank's error as a UserError: ``what`` with the rank's number, and the cause.
+    """Replace a rank's error by a UserError with ``what``, the rank's number and the cause.
 
     If a rank died, its RankError is raised unchanged.
     """
@@ -99,9 +99,9 @@ def mistakes_named(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def new_files(folder: Path, suffixes: Sequence[str]) -> Iterator[str]:
-    """Yield a path in the run folder, after creating one empty file for each suffix.
+    """Create an empty file in the run folder for each suffix, and yield the path without suffix.
 
-    At the end of the block, the files are removed.  Memory mappings of the files stay valid.
+    At the end of the block, the files are removed, but memory mappings of the files stay valid.
     """
     path = f"{folder}/{PREFIX}{secrets.token_hex(8)}"
     files = [Path(f"{path}{suffix}") for suffix in suffixes]
@@ -141,13 +141,13 @@ FUNCTIONS = {
     name: Option(default=None, about=about, flag=name)
     for name, about in {
         "model": "function that returns a new model, to be used instead of ``source``",
-        "data": 'function that gets ``"train"`` or ``"test"`` and returns samples; needs ``model``',
-        "loss": "function that gets outputs and targets and returns the mean loss; needs ``model``",
-        "metric": "function that gets all held-out outputs and targets; needs ``model``",
-        "training_step": "function that gets model and batch and returns the loss; needs ``model``",
-        "validation_step": "function that gets model and held-out batch; needs ``model``",
-        "optimizer": "function that gets parameters and returns an optimizer; needs ``model``",
-        "collate_fn": "function that gets a list of items and returns a batch; needs ``model``",
+        "data": 'function that takes "train" or "test" and returns samples; needs ``model``',
+        "loss": "function (outputs, targets) that returns the mean loss; needs ``model``",
+        "metric": "function (outputs, targets) that returns held-out scores; needs ``model``",
+        "training_step": "function (model, batch) that returns the mean loss; needs ``model``",
+        "validation_step": "function (model, batch) that returns held-out scores; needs ``model``",
+        "optimizer": "function that takes parameters and returns an optimizer; needs ``model``",
+        "collate_fn": "function that takes a list of items and returns a batch; needs ``model``",
     }.items()
 }
 """The arguments of ``ddpnb.compare`` that are functions."""
@@ -168,7 +168,7 @@ class NotebookFunctions:
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> Self | None:
-        """Return the functions among the arguments of ``compare``, or None without functions."""
+        """Return the functions among ``compare``'s arguments, or None if there is no function."""
         found = {name: given[name] for name in FUNCTIONS if given.get(name) is not None}
         if not found:
             return None
@@ -193,7 +193,7 @@ class NotebookFunctions:
         )
 
     def send(self, cluster: Cluster, ranks: Sequence[int]) -> None:
-        """Send the functions to ranks, where they stay until the next comparison with functions."""
+        """Send the functions to ranks, which keep them until another comparison has functions."""
         keep = partial(calls.keep_functions, self.key)
         send(cluster, self.parts, self.names, ranks, keep)
 
