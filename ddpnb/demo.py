@@ -12,9 +12,9 @@ def main(folder: str = "demo") -> None:
     """Run three comparisons of the first lesson, print their tables and save them.
 
     Args:
-        folder: the folder for ``comparison.html``, ``.png`` and ``.runs.csv``, with the results of
-            eight emulated V100.  The results over a slow network are saved in ``network/``, and
-            the results of two ranks on this machine's cores in ``cores/``.
+        folder: the folder to which ``comparison.html``, ``.png`` and ``.runs.csv`` are written, for
+            eight emulated V100 GPUs.  ``network/`` gets the results over a slow network, and
+            ``cores/`` the results of two ranks on this machine's cores.
     """
     start = time.monotonic()
     try:

@@ -46,7 +46,7 @@ class Cluster:
         self.home = home
         """The working folder in which cells start, on every rank."""
         self.work_folder = home
-        """The notebook's working folder, which the next call makes the ranks' working folder."""
+        """The notebook's working folder.  The next call changes the ranks to this folder."""
         self.timeouts = Timeouts()
         """The timeouts of supervised calls.  Tests may replace the timeouts at any time."""
         self.states: tuple[RankState, ...] = ()

@@ -39,7 +39,7 @@ class ClusterSpec:
         offers=tuple(f"8x{card}" for card in CARDS),
     )
     as_: str = option(
-        "", "model with published step times to emulate", example="MODEL", offers=tuple(MODELS)
+        "", "model whose published step times are emulated", example="MODEL", offers=tuple(MODELS)
     )
     device: str = option("auto", "hardware that ranks use", choices=DEVICES, example="NAME")
     backend: str = option("auto", "torch.distributed backend", choices=BACKENDS, example="NAME")

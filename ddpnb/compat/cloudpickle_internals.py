@@ -22,7 +22,7 @@ class Namespace:
 
 
 def use_namespace(pickler: cloudpickle.Pickler, variables: dict[str, Any], get: Any) -> None:
-    """Make unpickled functions use the globals ``get()`` instead of ``variables``.
+    """Make unpickled functions use the dict ``get()`` as globals, instead of ``variables``.
 
     Otherwise cloudpickle would create new globals for the functions.  The globals that a function
     uses are pickled with the function and written into the dict that ``get()`` returns.

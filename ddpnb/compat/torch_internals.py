@@ -144,7 +144,7 @@ def is_sum(how: Any) -> bool:
 
 
 def wait_for_all(group: Any) -> None:
-    """Wait until all ranks of a group have called this function; do not call listeners."""
+    """Wait until all ranks of a group have called this.  No listener is notified."""
     group._get_backend(torch.device("cpu")).barrier().wait()
 
 

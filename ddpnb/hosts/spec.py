@@ -23,7 +23,7 @@ class HostsSpec(ClusterSpec):
     )
     python: str = option(
         "",
-        "path of Python on the hosts; by default the kernel's path, or python3 if it is missing",
+        "path to Python on the hosts; by default the kernel's path, or python3 if it is missing",
         example="PATH",
     )
     engines: str = option(

@@ -90,7 +90,7 @@ keep_functions = RankCall[[str, Parcel], None]("keep_functions")
 # -- training ------------------------------------------------------------------------------
 
 validate = RankCall[[RunSpec], Checked]("validate")
-"""Check that a run can be trained, before any run trains."""
+"""Check the settings of a run, before any training starts."""
 measure_compute = RankCall[[RunSpec], Compute | None]("measure_compute")
 """Measure a device's time per sample on rank 0; the other ranks return None."""
 train = RankCall[[RunSpec, RejoinInfo | None], RunReport]("train")

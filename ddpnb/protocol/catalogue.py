@@ -81,7 +81,7 @@ class StrategyEntry(Entry):
 _TIMEOUT = Option(
     default=60.0,
     least=1,
-    about="seconds without a step from any worker after which ddpnb treats silent workers as dead",
+    about="if no worker takes a step for this many seconds, silent workers count as dead",
 )
 
 _MOMENTUM = Option(
@@ -216,7 +216,9 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         import_path="ddpnb.rank.strategies.diloco:DiLoCo",
         look=Style("#f0857a", "dashed", "<"),
         options={
-            "every": Option(default=8, about="steps of a rank between two Nesterov steps", least=1),
+            "every": Option(
+                default=8, about="number of local steps between two outer steps", least=1
+            ),
             "outer_lr": Option(default=0.5, about="learning rate of the Nesterov step", above=0),
             "outer_momentum": Option(
                 default=0.5, about="momentum of the Nesterov step", least=0, most=0.99
@@ -266,7 +268,9 @@ TASKS: Mapping[str, Entry] = {
         options={
             "samples": Option(default=4096, least=16, about="number of training images"),
             "parameters": Option(
-                default=0, least=0, about="adds parameters up to this number; 0 adds no parameters"
+                default=0,
+                least=0,
+                about="number of parameters to which the model is padded; 0 pads none",
             ),
             "compute": Option(
                 default=0, least=0, about="number of extra convolutions, which lengthen each step"

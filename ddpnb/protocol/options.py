@@ -40,7 +40,7 @@ class Option:
     """The values that Tab suggests although other values are valid too."""
     least: float | None = None
     above: float | None = None
-    """The lower bound, used instead of ``least`` if the bound itself is not valid."""
+    """Exclusive lower bound: a value must be greater.  ``least`` is an inclusive bound."""
     most: float | None = None
     below: float | None = None
     """The upper bound, used instead of ``most`` if the bound itself is not valid."""

@@ -125,7 +125,7 @@ class TrainingSpec:
     )
     num_data_workers: int = _data(
         0,
-        "number of processes per rank in which torch's DataLoader loads samples ahead",
+        "number of worker processes of each rank's DataLoader",
         flag="--data-workers",
         least=0,
         most=256,

@@ -214,7 +214,7 @@ class Screen:
         self._rows += [""] * (self._row + 1 - len(self._rows))
 
     def _finished(self) -> list[Item]:
-        """Remove and return the lines up to the last plain line, which cannot change any more."""
+        """Remove and return the lines that are final: all lines up to the last plain line."""
         above = enumerate(self._rows[: self._row], start=1)
         plain = [n for n, row in above if not is_bar(row) and (row or not self._has_moved)]
         count = max(plain[-1] if plain else 0, min(len(self._rows) - MAX_ROWS, self._row))

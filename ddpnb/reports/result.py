@@ -37,10 +37,10 @@ FIGURE = (
     "Samples per second: the outline is the ideal (number of devices × single). The thick mark is "
     "the speed of no-comm, the same training without communication. The thin line is the range.",
     "Time of one step: the mean over ranks and steps. Hidden communication overlaps with the "
-    "backward pass, but uses a core's time on a CPU. Exposed means communication or waiting "
+    "backward pass, but on CPUs it still takes processor time. Exposed is communication or waiting "
     "during which the rank computes nothing.",
-    "Some panels appear only if needed: own work by rank (a rank is slow or dies), memory "
-    "(strategies need different amounts), staleness. --panels all shows every panel.",
+    "Own work by rank is shown if a rank is slow or dies, memory if strategies need different "
+    "amounts, and staleness if a strategy is asynchronous. --panels all shows every panel.",
 )
 
 

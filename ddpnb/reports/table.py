@@ -43,7 +43,7 @@ class Column:
 
     title: str
     is_number: bool = False
-    """True if the cells are numbers.  They are aligned at the right."""
+    """True if the cells are numbers.  Numbers are right-aligned."""
     is_prose: bool = False
     """True if the cells are sentences.  Long sentences are broken into lines."""
     about: str = ""

@@ -233,7 +233,7 @@ def _dp(case: Situation) -> float:
 
 
 def _zero(case: Situation) -> float:
-    """Return the seconds of DDP plus one all-gather, because each rank broadcasts its part."""
+    """Return DDP's seconds plus one all-gather, which takes as long as the ranks' broadcasts."""
     return _in_buckets(case) + case.gathering()
 
 

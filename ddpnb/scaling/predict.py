@@ -81,7 +81,9 @@ class Question:
         "time and samples of a step that you measured on another device",
         example="178ms/64",
     )
-    accumulate: int | None = option(None, "micro-batches in --step; by default 1", least=1)
+    accumulate: int | None = option(
+        None, "number of micro-batches in the step of --step; by default 1", least=1
+    )
     batch_per_worker: int | None = option(
         None,
         "number of samples of each rank in a step; by default as in the comparison or in --step",
@@ -142,8 +144,8 @@ def predict(found: Calibration, question: Question) -> Prediction:
     measured = found.measured
     if not question.link and not measured.has_exchange:
         raise UserError(
-            f"{measured.name} has no ddp on two or more ranks, so the cost of an exchange on this "
-            "machine is unknown. Compare ddp too, or name a network with --link."
+            f"{measured.name} has no run of ddp on two or more ranks, so the cost of an "
+            "exchange on this machine is unknown. Compare ddp too, or name a network with --link."
         )
     usual = set(FORMULAS) - {"single", "no-comm"}
     compared = tuple(name for name in measured.rates if name.partition(":")[0] in usual)

@@ -106,7 +106,7 @@ def make_comparison(
 
     Args:
         strategies: strategies as the user writes them.
-        choices: a dict with the options' Python names, and their values as strings or objects.
+        choices: a dict from each option's Python name to its value, a string or an object.
         source: the cell that defines the task, or the cell that loads ``functions``.
         cell: the cell's number, the ``n`` of ``In [n]``.
         functions: the functions passed to ``ddpnb.compare``.

@@ -54,7 +54,8 @@ def budgeted(
     num = min(size, one.num_held_out)
     note = (
         f"Models were evaluated {num_points + 1} times on {num:,} of {one.num_held_out:,} held-out "
-        "samples, in about a quarter of the training time. To change this, add --eval-samples."
+        "samples, so that this takes at most a quarter of the training time. --eval-samples N "
+        "evaluates on N samples."
     )
     return tuple(
         replace(each, eval_samples=size, num_points=num_points + 1, notes=(*each.notes, note))

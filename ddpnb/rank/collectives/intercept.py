@@ -243,7 +243,7 @@ def _end(call: Call, audience: _Audience) -> None:
 
 @final
 class Exchange(dist.Work):
-    """An asynchronous call's work, which tells the listeners about waits and the call's end."""
+    """The ``Work`` of an asynchronous call.  Tells the listeners about waits and the end."""
 
     def __init__(self, work: Any, call: Call, audience: _Audience) -> None:
         super().__init__()

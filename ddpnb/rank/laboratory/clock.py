@@ -48,7 +48,7 @@ class VirtualClock(Meter):
         """The compute phase to which ``_length`` and ``_progress`` belong."""
         self._length, self._progress = 0.0, 1.0
         self._num_issued = self._num_produced = 0.0
-        """Number of bytes that the phase has issued, and of gradient bytes that it has produced."""
+        """The bytes that the phase has issued, and the gradient bytes that it has produced."""
         self._all_issued: dict[Phase, float] = {}
         """Number of bytes that each phase had issued when the phase last ended."""
 

@@ -88,7 +88,7 @@ class VirtualOrder:
         self._is_here.add(rank)
 
     def lose(self, rank: int) -> None:
-        """Expect a new process that replaces a worker that has died."""
+        """Expect a new process for a dead worker."""
         self._ready[rank] = self._received[rank] + RETURN_SECONDS
         self._steps[rank] = 0
         self._is_here.add(rank)

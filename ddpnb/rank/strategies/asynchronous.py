@@ -1,4 +1,4 @@
-"""The base class of asynchronous strategies, and the server's parameters (ranks)."""
+"""Base class of asynchronous strategies, and the store of the server's parameters (ranks)."""
 
 import contextlib
 from collections.abc import Iterator, Sequence

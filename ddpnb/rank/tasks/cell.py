@@ -101,7 +101,7 @@ def _checked_model(model: object) -> nn.Module:
 
 
 def _misspelt(source: str, defined: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a note for each unused function of the cell that may have a misspelt name."""
+    """Return a note for each function that the cell defines under a misspelt name."""
     nodes = list(ast.walk(ast.parse(source)))
     used = {node.id for node in nodes if isinstance(node, ast.Name)}
     made = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}

@@ -212,7 +212,7 @@ def _cause(
         case _, Part.BUFFERS:
             return _of_buffers(finding, is_ddp=is_ddp)
         case _, Part.STATE if finding.lacking:
-            return f"{spoken_ranks(finding.lacking).capitalize()} took no optimizer step yet."
+            return f"{spoken_ranks(finding.lacking).capitalize()} did not take an optimizer step."
         case _, Part.STATE:
             return skipped or "The gradients differ now, or they differed in an earlier step."
     return "Each rank computed the values from its own samples or random numbers."

@@ -168,7 +168,7 @@ HOSTS = {"link": "10GbE", "ranks_per_host": 8}
         ({}, {"link": "1GbE", "step": "178ms"}, "--step 178ms is not valid. Write the time and"),
         ({}, {"ranks": (512,), "link": "10GbE"}, "A batch of 256 has too few samples for 512"),
         ({}, {**HOSTS, "strategies": ("dp",)}, "dp is one process and cannot use several hosts"),
-        ({"rates": RATES}, {}, "race has no ddp on two or more ranks, so the cost of an exchange"),
+        ({"rates": RATES}, {}, "race has no run of ddp on two or more ranks, so the cost"),
     ],
 )
 def test_what_cannot_be_answered_gets_one_sentence(found, question, sentence):
