@@ -110,7 +110,7 @@ def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None) -> 
 
 
 def surroundings_of(engine: RankEngine, spec: RunSpec | None) -> Surroundings:
-    """Return this rank's state, variables and folder.  Tracebacks name the cell ``Cell In[n]``."""
+    """Return this rank's state, variables and folder.  In tracebacks, a cell is ``Cell In[n]``."""
     group, shell = engine.group, engine.shell
     here = Surroundings(
         state=group.state(),

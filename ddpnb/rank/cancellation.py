@@ -29,7 +29,7 @@ class RankLostError(ConsequenceError):
 
 
 class RunCancelledError(ConsequenceError):
-    """Raised to end the run of a rank that was not waiting, because another rank has failed."""
+    """Raised on a rank that is not waiting, to end the run after another rank has failed."""
 
 
 @final

@@ -34,7 +34,7 @@ from ddpnb.rank.stack import OWN_FOLDER, is_users
 from ddpnb.rank.torchrun import process_of, run_script
 
 DRAIN_SECONDS = 0.2
-"""Maximum wait at a cell's end, in seconds, for the output of C code and child processes."""
+"""Maximum seconds that a rank waits, after a cell, for output of C code and child processes."""
 
 Result = TypeVar("Result")
 
@@ -90,7 +90,7 @@ def ignore(number: int, frame: object) -> None:
 
 
 def run_source(spec: CellSpec, engine: RankEngine) -> list[BaseException]:
-    """Run a cell's source; return a list of all errors that begins with the error to report."""
+    """Run a cell's source; return a list of all errors, with the error to report first."""
     engine.shell.execution_count = spec.execution_count
     was_aborted = engine.group.cancellation.is_aborted
     warn_again()
@@ -144,7 +144,7 @@ def warn_again() -> None:
 
 @contextlib.contextmanager
 def errors_shown_by(shell: Any) -> Iterator[list[BaseException]]:
-    """Collect all errors that IPython would show, also the errors that ``%run`` does not raise.
+    """Collect all errors that IPython would show, including errors that ``%run`` does not raise.
 
     The notebook shows the collected errors.  IPython stores only the last error, for ``%debug``.
     """
@@ -189,7 +189,7 @@ def failure_of(error: BaseException, engine: RankEngine) -> Failure:
 
 
 def line_of(error: BaseException) -> int:
-    """Return the line of the cell or script at which an error occurred; 0 if it occurred elsewhere.
+    """Return the line of the user's code at which an error occurred; 0 if it occurred elsewhere.
 
     If a function that another cell defines raised the error, return the line of the function call.
     """
@@ -213,7 +213,7 @@ class UnusedParametersError(RuntimeError):
 
 
 def explained(error: BaseException) -> BaseException:
-    """Return an error that names the unused parameters if DDP waits for them; else ``error``."""
+    """Return ``error``, or an error that names the unused parameters if DDP waits for them."""
     numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
     for frame, _ in traceback.walk_tb(error.__traceback__):
         model = frame.f_locals.get("self")
@@ -273,7 +273,7 @@ def is_plain(error: BaseException) -> bool:
 def from_first(
     frames: TracebackType | None, is_wanted: Callable[[FrameType], bool]
 ) -> TracebackType | None:
-    """Return the part of a traceback from the first wanted frame on; None if none is wanted."""
+    """Return the part of a traceback from the first wanted frame on; None if no frame is wanted."""
     while frames is not None and not is_wanted(frames.tb_frame):
         frames = frames.tb_next
     return frames

@@ -102,7 +102,7 @@ def own_connections() -> Iterator[TcpConnection]:
 
 
 def shut_down(fd: int, how: int = socket.SHUT_RDWR) -> bool:
-    """Shut a socket down to end all waits, without closing it; return True if it was connected."""
+    """Shut down a socket without closing it, so all waits end; return True if it was connected."""
     try:
         with as_socket(fd) as end:
             end.shutdown(how)

@@ -36,7 +36,7 @@ JOIN_TIMEOUT = timedelta(seconds=60)
 RETURN_TIMEOUT = timedelta(seconds=20)
 """Maximum time for a rank to reconnect to the store.  The kernel waits during this time."""
 MEET_SECONDS_PER_RANK = 0.001
-"""With N ranks, a rank checks every N * MEET_SECONDS_PER_RANK seconds if all ranks are ready."""
+"""Seconds between two checks that all ranks are ready, divided by the number of ranks."""
 
 ABORT_SECONDS = 10.0
 """Maximum time in seconds that ``Group.abort`` waits for NCCL to abort."""

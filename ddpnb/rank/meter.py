@@ -29,13 +29,13 @@ Moment = Any
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has finished its work, so that a clock can be read; ignore other devices."""
+    """Wait until a GPU has finished its work, before a clock is read; ignore all other devices."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that a call takes, including its work on the device."""
+    """Return the duration of a call in seconds, including the work that it starts on the device."""
     synchronize(device)
     began = time.perf_counter()
     call()
@@ -53,7 +53,7 @@ class Traffic(NamedTuple):
 def completed(
     step: StepEvent, seconds: float, parts: Parts, values: Mapping[str, Tensor]
 ) -> StepEvent:
-    """Return a step's event with its duration, phases, loss and metrics (from ``values``)."""
+    """Return a copy of ``step`` with the given duration, phases and ``values`` (loss, metrics)."""
     numbers = {name: value.item() for name, value in values.items()}
     return replace(step, seconds=seconds, parts=parts, loss=numbers.pop("loss"), metrics=numbers)
 
@@ -65,7 +65,7 @@ class Meter:
     DDP's backward pass, C++ code waits for messages.  Communication in this pass counts as hidden
     until DDP issues the last message.  The rest of the backward pass counts as exposed.
 
-    Subclasses have a clock that divides the time of a step into phases.  This base class measures
+    Subclasses have a clock, and measure the time of each phase of a step.  This base class measures
     no time.
     """
 

@@ -118,7 +118,7 @@ def log(*, loss: float = math.nan, samples: int = 0, **metrics: float) -> None:
     Args:
         loss: the mean loss over this rank's samples of the step.
         samples: the number of samples that this rank trained on in the step.
-        **metrics: further numbers to store with the step, by name.
+        **metrics: further numbers of the step, such as ``accuracy=0.9``.
 
     Raises:
         UserError: if the cell does not name a run.

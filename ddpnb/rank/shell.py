@@ -133,7 +133,7 @@ def ask(prompt: Prompt, answers: "SimpleQueue[str | None]") -> str:
 def write_to_descriptors() -> None:
     """Make a forked process print to its file descriptors, from which the rank reads the output.
 
-    IPython's streams cannot print in a forked process, because it lacks the streams' thread.
+    IPython's streams print in a thread, and a forked process does not have this thread.
     """
     for number, name in ((1, "stdout"), (2, "stderr")):
         if isinstance(getattr(sys, name), OutStream):  # else the user replaced it

@@ -6,8 +6,8 @@ The report has three sources:
   ``torch.distributed`` or a shared-memory all-reduce in progress.
 - Torch's flight recorder lists the collectives in progress, including the collectives of DDP.  The
   recorder's entries for NCCL show the collective in which a GPU waits.
-- The operating system shows if the main thread sleeps on a lock.  A thread sleeps on a lock during
-  a collective of gloo.  While a thread waits for a GPU, it polls instead of sleeping.
+- The operating system shows whether the main thread sleeps on a lock.  A thread sleeps on a lock
+  during a collective of gloo.  While a thread waits for a GPU, it polls instead of sleeping.
 """
 
 import inspect
@@ -107,7 +107,7 @@ def in_file(frames: list[FrameType], path: str) -> bool:
 def distributed_call(frames: list[FrameType]) -> tuple[str, int | None]:
     """Return the name of the ``torch.distributed`` call in progress, and the other rank if known.
 
-    The name is empty if no call is in progress.  Only sends and receives name another rank.
+    The name is empty if no call is in progress.  Only sends and receives have another rank.
     """
     inside = [frame for frame in frames if frame.f_code.co_filename == DISTRIBUTED]
     if not inside:
@@ -119,7 +119,7 @@ def distributed_call(frames: list[FrameType]) -> tuple[str, int | None]:
 
 
 def sleeps_on_lock() -> bool:
-    """Return True if the main thread sleeps on a lock, or if the system does not report that."""
+    """Return True if the main thread sleeps on a lock, or if the current system call is unknown."""
     number = FUTEX.get(platform.machine())
     try:
         call = Path(f"/proc/self/task/{os.getpid()}/syscall").read_text()

@@ -82,7 +82,7 @@ class AdoptedGroup:
 
     @contextlib.contextmanager
     def during(self) -> Iterator[None]:
-        """Return a context for the user's code, which makes a hidden group visible at the end."""
+        """Return a context for the user's code; at its end, make a hidden group visible again."""
         try:
             yield
         finally:

@@ -26,8 +26,8 @@ MAX_ITEMS = 1000
 def take(parcel: Parcel, namespace: dict[str, Any]) -> None:
     """Put a parcel's variables into the namespace.  If an error occurs, change no variable.
 
-    The parcel also contains the variables that its functions use.  If this rank already has such a
-    variable, the rank keeps its old value unless the value is a function, a class or a constant.
+    The parcel also contains the variables that its functions use.  If this rank already has one of
+    these variables, the old value stays, unless it is a function, a class or a constant.
     """
     own = dict(namespace)
     try:
@@ -102,7 +102,7 @@ def give(
     classes: Collection[str],
     num_copies: int,
 ) -> Parcel:
-    """Evaluate an expression and return its pickled value; raise any error of these two steps.
+    """Evaluate an expression and return its pickled value.  This function catches no errors.
 
     Args:
         rank: this rank's number.  The rank writes a large value to the file ``path-rank``.  The
@@ -126,7 +126,7 @@ def give(
 
 
 def stale_variables(namespace: Mapping[str, object]) -> list[StaleVariable]:
-    """Return the variables that hold a process group directly, in an item or in a submodule."""
+    """Return the variables that hold a process group: directly, in an item or in a submodule."""
     found: list[StaleVariable] = []
     for name, value in namespace.items():
         if name.startswith("_") or name in ("In", "Out"):  # IPython's history
@@ -146,7 +146,7 @@ def kind_with_group(value: object) -> str:
 
 
 def held_by(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield a value and the values in it, each after its Python expression, such as ``a[0]``."""
+    """Yield a value and the values in it, as (expression, value) pairs, e.g. ``("a[0]", 1)``."""
     if isinstance(value, nn.Module):
         yield from value.named_modules(prefix=name)
         return

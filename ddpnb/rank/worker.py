@@ -38,7 +38,7 @@ class Activations:
         self._kept: dict[int, torch.UntypedStorage] = {}
 
     def of(self, forward: Callable[[], Tensor], model: nn.Module) -> Tensor:
-        """Run a forward pass and return the loss.  If ``is_due``, measure the pass's memory."""
+        """Run a forward pass and return the loss.  If ``is_due``, measure ``num_bytes``."""
         if not self.is_due:
             return forward()
         try:
@@ -227,7 +227,7 @@ class Batch:
         return self.num_samples / self.num_global
 
     def split(self, num_parts: int) -> list[Batch]:
-        """Split the batch into ``num_parts`` micro-batches, but at most ``most_parts``."""
+        """Split the batch into ``num_parts`` micro-batches, or ``most_parts`` if this is less."""
         if num_parts == 1:
             return [self]
         num = min(num_parts, self.most_parts or self.num_samples)

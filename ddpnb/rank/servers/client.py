@@ -61,7 +61,7 @@ class Client:
         num_copies: Number of copies of the parameters: one for each worker, or one for all workers.
         make_updates: Function that creates the ``UpdateCounter``. Only rank 0 calls this function.
         opened: Exit stack that ends the threads and closes the sockets after ``close``.
-        timeout_seconds: Maximum number of seconds without progress by any worker.
+        timeout_seconds: Maximum number of seconds during which no worker makes progress.
         bound: Maximum number of steps that a worker may be ahead of the slowest worker.
 
     Raises:

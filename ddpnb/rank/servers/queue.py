@@ -55,7 +55,7 @@ class Reply(NamedTuple):
     waited_seconds: float = 0.0
     """Number of seconds that the worker waited for other workers."""
     lost_rank: int = NO_RANK
-    """The lost rank that ended the run (then no parameters are sent), or ``NO_RANK``."""
+    """If a lost rank ended the run, its number (no parameters are sent). Otherwise ``NO_RANK``."""
     now: float = 0.0
     """Virtual time at which an emulated worker receives the reply."""
 
@@ -122,7 +122,7 @@ class WorkQueue:
     num_shards: int
     """Number of shards in the whole run."""
     timeout_seconds: float
-    """Maximum number of seconds without progress by any worker."""
+    """Maximum number of seconds during which no worker makes progress."""
     num_prefetched: int = 0
     """Number of shards that a worker holds in addition to its current shard."""
     bound: int = NO_BOUND
@@ -144,9 +144,9 @@ class WorkQueue:
         """Number of shards that workers have trained on."""
         num_first, every = self.num_workers * (1 + self.num_prefetched), range(self.num_shards)
         self._first, self._shards = every[:num_first], every[num_first:]
-        """Numbers of the first shards, which workers get at the start, and of all other shards."""
+        """Numbers of the shards that workers get at the start, and numbers of all other shards."""
         self._changed = threading.Condition()
-        """Condition variable of the queue. Its lock is held when ``updates`` is called."""
+        """Condition variable of the queue. The queue holds this lock when it calls ``updates``."""
         self._workers: dict[int, _Worker] = {}
         self._has_begun = False
         self._failed_rank = NO_RANK
@@ -227,7 +227,7 @@ class WorkQueue:
         return self._reply(rank, shards, is_first=not joins)
 
     def _take_turn(self, rank: int, worker: _Worker | None) -> None:
-        """Wait until no request of another emulated worker is earlier in virtual time."""
+        """Wait until this worker's request is the next request in virtual time."""
         order = self.order
         if order is None:
             return
@@ -312,7 +312,7 @@ class WorkQueue:
         return Reply(staleness, version, *parts, waited_seconds, now=now)
 
     def _slowest_clock(self) -> int:
-        """Return the number of steps of the slowest worker that still trains."""
+        """Return how many steps the slowest worker has taken, ignoring workers that are done."""
         return min(self._training_clocks(), default=0)
 
     def _training_clocks(self) -> list[int]:

@@ -5,7 +5,7 @@
 
 w_old are the parameters that the worker pulled. The gradient's staleness is the number of updates
 by other workers since the worker pulled w_old. The weight b_i / B is the worker's share of a global
-batch of B samples. With this weight, one pass over the data moves w as far as synchronous SGD does.
+batch of B samples. With this weight, one pass over the data moves w as far as in synchronous SGD.
 The weight scales the learning rate instead of the gradient, so weight decay and Adam's updates are
 scaled too. Only the server has an optimizer, so all workers share one momentum.
 
@@ -46,8 +46,8 @@ from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.worker import Batch, Worker
 
 _OWN_WORKER_NOTE = (
-    "The server is on rank 0, so rank 0 needs no link to reach the server. If the link is slow, "
-    "rank 0 trains on most of the samples."
+    "The server is on rank 0, so rank 0 needs no link to reach the server. If the other "
+    "ranks' links are slow, rank 0 trains on most of the samples."
 )
 
 

@@ -26,7 +26,7 @@ class AsynchronousStrategy(Strategy):
 
     Args:
         momentum: Momentum of the default optimizer, read through ``RunSpec.used_momentum``.
-        timeout: Maximum number of seconds without progress by any worker.
+        timeout: Maximum number of seconds during which no worker makes progress.
     """
 
     client: Client
@@ -104,7 +104,7 @@ class ParameterStore(UpdateCounter):
             parameters.
         optimizer: Function that creates the optimizer.
         in_rounds: If True, ``write`` only collects gradients, and ``apply`` makes the update.
-        compensation: Lambda in ``compensated``. If 0, gradients are not compensated.
+        compensation: The factor lambda in ``compensated``. If 0, gradients are not compensated.
     """
 
     def __init__(

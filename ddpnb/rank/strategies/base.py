@@ -114,7 +114,7 @@ class Plan:
     """True if all workers take each step together."""
     num_steps_ahead: int | None = 0
     """Maximum number of steps that one synchronous worker may be ahead of another. If 0, each
-    worker waits for all others. If None, workers never wait, so each can stop at any step."""
+    worker waits for all others. If None, workers never wait, so each worker can stop early."""
     updates_per_batch: int = 1
     """Number of updates that one optimizer makes for each global batch."""
     averages_weights: bool = False

@@ -47,7 +47,7 @@ class DataParallel(Strategy):
     replicas: Replicas
 
     def plan(self, state: RankState) -> Plan:
-        """Return a plan for rank 0: a replica per GPU if there are several GPUs, else per rank."""
+        """Return a plan with one replica per GPU, or per rank if there are fewer than two GPUs."""
         gpus = _gpus(torch.device(state.device), state.world_size)
         if len(gpus) > 1:
             return Plan(num_ranks=1, num_workers=len(gpus), synchronous=True, sees_exposed=False)

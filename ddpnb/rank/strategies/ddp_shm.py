@@ -9,7 +9,7 @@ writes its gradients, sums an N-th part of all ranks' gradients, and reads the o
 backward pass waits until each bucket is summed, so no communication is hidden.
 
 Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
-PVLDB 13(12), 2020. The code that sums is in ``collectives/sums.py``.
+PVLDB 13(12), 2020. The code that computes the sums is in ``collectives/sums.py``.
 
 - Messages per step, for each 4 MB of gradients: one barrier, then one flag that each rank writes to
   shared memory. If the model has buffers (BatchNorm's statistics), rank 0 also broadcasts them.

@@ -9,11 +9,11 @@
 g_i is the gradient of the mean loss over rank i's part of the global batch. a is the outer learning
 rate and m is the outer momentum. With a = 1 and m = 0, DiLoCo is the same as ``local-sgd``.
 
-If d is the same in every round, v approaches d / (1 - m). An outer step then approaches d times the
-gain, a / (1 - m). With H = 500, as in the paper, d hardly resembles the previous d, so a = 0.7 and
-m = 0.9 work well. If H is small, d is similar to the previous d. Then the paper's gain of 7 acts
-like a learning rate that is 7 times higher. The defaults here are for H = 8 and have a gain of 1.
-With the defaults, DiLoCo is as fast as ``local-sgd``, but smooths over 1 / (1 - m) = 2 rounds.
+If d is the same in every round, v approaches d / (1 - m). An outer step then approaches d times a
+gain of a / (1 - m). With H = 500, as in the paper, d hardly resembles the previous d, so a = 0.7
+and m = 0.9 work well. If H is small, d is similar to the previous d. Then the paper's gain of 7
+acts like a 7 times higher learning rate. The defaults, for H = 8, have a gain of 1. With the
+defaults, outer steps are as large as in ``local-sgd``, but smoothed over 1 / (1 - m) = 2 rounds.
 
 If the last round has fewer than H steps, it ends with the plain mean of the weights. An outer step
 would add the full momentum to a partial round, and no later round would correct the error.
@@ -52,7 +52,7 @@ class DiLoCo(LocalSgd):
         self.outer_momentum = outer_momentum
 
     def setup(self, worker: Worker) -> None:
-        """Create the inner and the outer optimizer. The outer optimizer is equal on every rank."""
+        """Create the inner and the outer optimizer. Every rank creates the same outer optimizer."""
         super().setup(worker)
         self.agreed = [nn.Parameter(p.detach().clone()) for p in worker.parameters]
         self.outer = torch.optim.SGD(

@@ -18,10 +18,10 @@ parameters, occurs twice in the model, ranks do not gather this layer separately
   forward pass and, with ``reshard``, one more before the backward pass. After the last micro-batch,
   there is one reduce-scatter of the gradients.
 - Bytes sent per step and rank, with A micro-batches: (N - 1) * (P * 2 A + G), or without
-  ``reshard`` (N - 1) * (P * A + G). P is the size of a rank's part of the parameters, about an
-  N-th. G is the size of a rank's part of the gradients, without frozen parameters. Torch may gather
-  a frozen layer only once, and does not gather an unused layer. gloo's reduce-scatter is an
-  all-reduce, which sends more. These extra bytes and the messages for clipping are not counted.
+  ``reshard`` (N - 1) * (P * A + G). P is the size of a rank's part of the parameters, about 1 / N
+  of all parameters. G is the size of a rank's part of the gradients, without frozen parameters.
+  Torch may gather a frozen layer only once, and does not gather an unused layer. gloo sends extra
+  bytes, because its reduce-scatter is an all-reduce. These bytes and clipping are not counted.
 
 gloo's collectives block the thread, so all their time is exposed, including waits for other ranks.
 NCCL's collectives run on separate CUDA streams. ddpnb counts all of their time as hidden, because

@@ -33,7 +33,7 @@ class NoComm(Strategy):
     """Independent SGD on each rank."""
 
     def plan(self, state: RankState) -> Plan:
-        """Return a plan to train on every rank. Ranks never wait, so each can stop at any step."""
+        """Return a plan to train on every rank. Ranks never wait, so each rank can stop early."""
         notes = (_NOTE,) if state.world_size > 1 else ()
         return replace(
             super().plan(state), num_steps_ahead=None, finish_is_timed=False, notes=notes

@@ -38,7 +38,7 @@ class Single(Strategy):
         if state.device != "cpu" or num_ranks == 1:
             return alone
         num, num_all = state.num_threads, num_ranks * state.num_threads
-        note = f"Used {num} of {num_all} threads. single:threads=all uses all threads."
+        note = f"This run used {num} of {num_all} threads. single:threads=all uses all threads."
         return replace(alone, notes=(note,))
 
     def setup(self, worker: Worker) -> None:

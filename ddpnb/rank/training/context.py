@@ -43,7 +43,7 @@ class Surroundings:
     cancellation: CancellationToken = field(default_factory=CancellationToken)
     """If the group is aborted, this token ends the run and all waits outside the process group."""
     rejoin_info: RejoinInfo | None = None
-    """None, unless this rank joins a run in progress without a process group for the run."""
+    """Set only if this rank joins a run in progress, without a process group; otherwise None."""
 
 
 @dataclass(frozen=True, kw_only=True)

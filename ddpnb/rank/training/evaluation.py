@@ -20,7 +20,7 @@ from ddpnb.rank.tasks.base import CLASSIFY, Supervised, Task, split_step
 from ddpnb.rank.tasks.batches import Tree, moved, permutation, shape_of
 
 MAX_SAMPLES = 10_000
-"""Default maximum number of evaluated samples.  Larger splits contribute evenly spaced samples."""
+"""Default maximum number of evaluated samples.  These samples are evenly spaced in the split."""
 _BATCH_SIZE = 512
 BATCHNORM_NOTE = (
     "The model's weights are averages, so ddpnb estimates BatchNorm's statistics again on training "
@@ -62,7 +62,7 @@ def score(
 ) -> Score:
     """Evaluate a model on up to ``max_samples`` samples of a split.
 
-    On the training split, compute only the loss.  If ``has_loss`` is False, compute only the
+    On the training split, compute only the loss.  If ``has_loss`` is False, call only the
     task's ``validation_step`` and ``metric``.  Raise ``UserError`` if a measure is not a number.
     """
     samples = task.held_out if is_held_out else task.train
@@ -93,7 +93,7 @@ def score(
 def _measured(
     model: nn.Module, task: Task, batch: Any, *, is_held_out: bool, has_loss: bool
 ) -> tuple[dict[str, float], tuple[Any, Any] | None]:
-    """Return the measures of one batch, and (outputs, targets) or None if no metric needs them."""
+    """Return the measures of one batch; if a metric needs them, also return (outputs, targets)."""
     numbers: dict[str, float] = {}
     pair = outputs = None
     if is_held_out and task.validation_step is not None:
@@ -133,7 +133,7 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
 
 
 def _metrics_of(result: Any, function: Callable[..., Any], call: str) -> dict[str, float]:
-    """Return the measures in a function's result as a dict.  A number gets the function's name."""
+    """Return a function's measures as a dict.  A single number's key is the function's name."""
     if isinstance(result, Mapping):
         return {str(name): number_of(each, f"{call}'s {name!r}") for name, each in result.items()}
     name = getattr(function, "__name__", type(function).__name__)
@@ -204,8 +204,8 @@ def estimate_batchnorm(
 
     The task's step runs on up to ``max_samples`` training samples, in a random order from ``seed``.
     The step runs in training mode, without a backward pass or an update.  The statistics are the
-    means over the batches.  Layers that the forward pass does not use do not change.  Layers that
-    the model keeps in evaluation mode do not change either.
+    means over the batches.  A layer does not change if the forward pass does not use the layer, or
+    if the model keeps the layer in evaluation mode.
     """
     chosen = permutation(len(task.train), seed)[:max_samples]
     num_batches = max(1, len(chosen) // min(batch_size, _BATCH_SIZE))

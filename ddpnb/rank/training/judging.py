@@ -1,4 +1,4 @@
-"""Evaluates a run's trained model, and copies of the model from the training, on rank 0 (ranks).
+"""Evaluates, on rank 0, a run's trained model and the copies made during training (ranks).
 
 If an evaluation fails or is interrupted, the results of the training are kept.
 """
@@ -23,7 +23,7 @@ from ddpnb.rank.training.snapshots import Snapshots
 MAX_ON_THE_WAY = 2_000
 """Default maximum number of held-out samples on which a copy of the model is evaluated."""
 LEAST_ESTIMATED = 500
-"""Minimum number of samples for estimating BatchNorm's statistics, even if fewer are evaluated."""
+"""Minimum number of samples for BatchNorm's statistics, even if fewer samples are evaluated."""
 
 
 def judged(
@@ -36,7 +36,7 @@ def judged(
     """Evaluate the model of a run, and return the run's report with the scores.
 
     ``keep`` is called with the model before the evaluation.  Then each copy is loaded into the
-    model, evaluated and dropped.  If ``should_stop`` returns True, the other copies are skipped.
+    model, evaluated and dropped.  If ``should_stop`` returns True, later copies are skipped.
     """
     judge = _Judge(model, metrics, snapshots)
     judge.estimate_batchnorm()
@@ -125,7 +125,7 @@ class _Judge:
 
     @contextlib.contextmanager
     def _marked(self, failed: str) -> Iterator[None]:
-        """Catch errors of the user's code; publish a mark with ``failed`` if it is not empty."""
+        """Catch errors of the user's code; publish a mark with ``failed`` if this is not empty."""
         try:
             yield
         except Exception as error:  # noqa: BLE001  the user's model, loss or data may raise anything

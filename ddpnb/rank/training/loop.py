@@ -48,7 +48,7 @@ from ddpnb.rank.worker import Activations, Worker
 CEILING_SECONDS = 4.0
 """Maximum training time, in seconds, of an automatically added ceiling (``no-comm``)."""
 CEILING_STEPS = 30
-"""Maximum number of steps of a ceiling on emulated devices.  All these steps are equally long."""
+"""Maximum number of steps of a ceiling on emulated devices, where all steps are equally long."""
 REHEARSED_STEPS = 3
 STEPS_BETWEEN_LOOKS = 8
 """Number of steps between two checks for a stop request, if there are several hosts."""
@@ -70,8 +70,8 @@ def run(
         spec: the settings of the run.
         here: the rank's surroundings.  The run leaves no files in ``here.folder``.
         publish: called with the header (on rank 0, before the first step) and with each step.
-        should_stop: called before each step.  If it returns True on one rank, the run ends on all
-            ranks.  Workers that never wait for each other stop independently.
+        should_stop: called before each step.  If ``should_stop`` returns True on one rank, the run
+            ends on all ranks.  Workers that never wait for each other stop independently.
         keep: called with the trained model, on rank 0, before the evaluation.
 
     Raises:
@@ -170,7 +170,7 @@ def release_memory(device: torch.device) -> None:
 
 
 def _rehearsed(context: RunContext, num_steps: int) -> Iterator[Shard]:
-    """Yield this rank's shards of the first batches, then one shard of each other size in the run.
+    """Yield this rank's shards of the first batches, then one shard of each size not yet yielded.
 
     Every rank of the plan gets the same number of shards, without using the work queue.
     """
@@ -255,8 +255,8 @@ class Stop:
 
     No rank can end a synchronous step before every rank has begun the step.  So other ranks are at
     most ``num_steps_ahead`` steps ahead of the rank that writes to the store (0 on a CPU, a few on
-    a GPU, see ``timing``).  The chosen step is more than twice as far ahead, so every rank reads
-    the store before the chosen step.  Workers that never wait for each other stop independently.
+    a GPU, see ``timing``).  The chosen step is more than ``2 * num_steps_ahead`` steps ahead, so
+    every rank reads the store in time.  Workers that never wait for each other stop independently.
     """
 
     metrics: RunMetrics

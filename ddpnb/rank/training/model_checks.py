@@ -30,7 +30,7 @@ SMALLEST = 1e-6
 
 
 def check_model(worker: Worker) -> None:
-    """Raise ``UserError`` if ``model()`` returns a wrapped model, lazy layers or shared layers."""
+    """Raise ``UserError`` if ``model()`` returns a wrapped model, lazy layers or reused layers."""
     model = worker.model
     for module in model.modules():
         if isinstance(module, DataParallel | DistributedDataParallel):
@@ -137,8 +137,8 @@ def refuse_sum(context: RunContext, worker: Worker) -> None:
     """Raise ``UserError`` if the loss is a sum.  A sum doubles if each sample occurs twice.
 
     ddpnb computes the loss with and without repeated samples in evaluation mode, from the same
-    random seed.  A loss that depends on the seed, such as the loss of a VAE, is not checked.  A
-    loss that accepts only a fixed number of samples is not checked either.
+    random seed.  ddpnb does not check a loss that depends on the seed, such as the loss of a VAE,
+    or that accepts only a fixed number of samples.
     """
     step = worker.training_step
     is_short = isinstance(step, Supervised)
@@ -169,7 +169,7 @@ def refuse_sum(context: RunContext, worker: Worker) -> None:
 
 
 def _wraps_model(strategy: str) -> bool:
-    """Return True if the task's step gets a wrapped model, which has only ``forward``."""
+    """Return True if the task's step gets the model in a wrapper that has only ``forward``."""
     return parse_strategy(strategy).name in ("ddp", "ddp-shm", "zero")
 
 
@@ -199,7 +199,7 @@ def check_strategy(strategy: str, worker: Worker) -> None:
 
 
 def _check_device(choice: Choice) -> None:
-    """Raise ``UserError`` if a strategy cannot run on GPUs, or needs a GPU for each rank."""
+    """Raise ``UserError`` if the strategy cannot run on the GPUs of these ranks."""
     entry = STRATEGIES[choice.name]
     if entry.needs_shared_memory:
         raise UserError(

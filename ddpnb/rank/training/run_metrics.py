@@ -23,7 +23,7 @@ from ddpnb.rank.training.context import RunContext
 from ddpnb.rank.training.timing import Clock
 from ddpnb.rank.worker import Worker
 
-_CEILING_NOTE = "This ceiling (upper bound) was trained briefly to find its speed, not evaluated."
+_CEILING_NOTE = "This ceiling (upper bound) was trained briefly and timed, but not evaluated."
 
 Publish = Callable[[RunHeader | StepEvent | Mark | Evaluating], None]
 
@@ -70,7 +70,7 @@ class RunMetrics:
             self.num_bytes_received += step.num_bytes_received
 
     def note_memory(self, memory: Memory) -> None:
-        """Record this rank's memory; scale it for an emulated model, or add the peak of its GPU."""
+        """Record ``memory``, after scaling it to an emulated model or adding the GPU's peak."""
         context, laboratory = self.context, self.context.laboratory
         if laboratory is not None and laboratory.devices.model:
             memory = memory.scaled(laboratory.scale)

@@ -1,13 +1,13 @@
 """Copies a run's model during training, for the run's held-out curve (ranks).
 
-A copy takes one pass over the parameters.  If every step waits for all ranks, the clocks of all
-ranks are paused while the copy is made.  Asynchronous workers continue to train meanwhile.  In an
-asynchronous run, rank 0 makes the copy between two of its steps, and the copy counts as training
+ddpnb makes a copy in one pass over the parameters.  If every step waits for all ranks, the clocks
+of all ranks are paused while the copy is made.  In an asynchronous run, rank 0 makes the copy
+between two of its steps, and the other workers continue to train.  Copying then counts as training
 time.  The copies are evaluated after the training, so no worker waits for an evaluation.
 
-A copy is the model that the run would return if the run ended after the same step.  If ranks
-average weights, a copy has the mean of all ranks' weights.  Otherwise a copy has the server's
-parameters, or rank 0's parameters if there is no server.
+A copy made after a step is the model that the run would return if the run ended after this step.
+If ranks average weights, a copy has the mean of all ranks' weights.  Otherwise a copy has the
+server's parameters, or rank 0's parameters if there is no server.
 """
 
 import math

@@ -83,7 +83,7 @@ class Clock(Meter):
         self.begin("data")
 
     def timing(self, step: StepEvent, values: Mapping[str, Tensor]) -> list[StepEvent]:
-        """End a step with its loss and metrics; return the steps that the device has finished."""
+        """Record the loss and metrics of a step; return the steps that the device has finished."""
         held = {name: value.to("cpu", non_blocking=True) for name, value in values.items()}
         self.begin("data")
         self._pending.append(_Pending(step, self._marks, self._hidden, held))
@@ -98,7 +98,7 @@ class Clock(Meter):
         return self._finished()
 
     def end(self) -> None:
-        """Wait until the device has done its work; count the time since the last step."""
+        """Wait until the device has done its work; add the time since the last step."""
         last = self.moment()
         synchronize(self._device)
         self.seconds += seconds_between(self._marks[0][1], last)

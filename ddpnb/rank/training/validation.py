@@ -72,7 +72,7 @@ def _checked(context: RunContext, num_calls: Callable[[], int]) -> Checked:
     if num_calls() > num_before:
         raise UserError(
             "The cell's functions call collectives, but only rank 0 evaluates the model. Call "
-            "them only in training_step, if isinstance(model, DistributedDataParallel)."
+            "them only in training_step, and only if isinstance(model, DistributedDataParallel)."
         )
     has_accuracy = not math.isnan(found.accuracy)
     return replace(result, has_accuracy=has_accuracy, seconds_per_judged=seconds)
