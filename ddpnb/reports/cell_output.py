@@ -27,7 +27,7 @@ MAX_LINES = 50
 """Maximum number of printed lines to show.  A last line says how many more lines were printed."""
 
 KINDS = {"display_data": "display", "execute_result": "value", "update_display_data": "update"}
-"""Maps each type of Jupyter message to the kind of its ``Item``."""
+"""Maps each type of Jupyter message to the kind of the ``Item`` made from it."""
 
 Message = dict[str, Any]
 

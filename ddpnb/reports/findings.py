@@ -26,7 +26,7 @@ from ddpnb.reports.formatting import (
 from ddpnb.reports.table import Cell, Column, Table
 
 MAX_SHARE_OF_CEILING = 1.05
-"""The efficiency has two factors if the speed is at most this multiple of ``no-comm``'s speed."""
+"""If a strategy is more than this many times as fast as ``no-comm``, efficiency is not split."""
 
 
 def results_table(comparison: Comparison, target: Target | None = None) -> Table:
@@ -199,20 +199,20 @@ class Quantity(NamedTuple):
 
 QUANTITIES: Mapping[str, Quantity] = {
     "samples/s": Quantity(
-        "samples of all ranks / seconds of the slowest rank, without the warm-up. If there are "
-        "several repeats: geometric mean and range",
+        "samples of all ranks, divided by the seconds of the slowest rank, without the warm-up. If "
+        "there are several repeats: geometric mean and range",
         _speed,
     ),
     "speed-up": Quantity(
-        "samples/s of the strategy / samples/s of single, the same training on one device",
+        "speed of the strategy, divided by the speed of single, which trains on one device",
         _speed_up,
     ),
     "efficiency": Quantity(
-        "speed-up / number of devices. The line below the efficiency shows its two factors: "
-        "machine (no-comm / ideal) × communication (strategy / no-comm)",
+        "speed-up, divided by the number of devices. The two factors below it are machine (speed "
+        "of no-comm / ideal speed) and communication (strategy's speed / speed of no-comm)",
         _efficiency,
     ),
-    "exposed": Quantity("share of a step in which a rank exchanges tensors or waits", _exposed),
+    "exposed": Quantity("share of a step in which a rank only communicates or waits", _exposed),
     "sent per step": Quantity(
         "bytes that each worker sends", lambda s: Cell(text=size(s.split.num_bytes_sent))
     ),

@@ -28,7 +28,7 @@ ERASES = re.compile(r"\x1b\[\d*[JK]")
 INCOMPLETE = re.compile(r"\x1b(\[\d*)?\Z")
 """The beginning of an escape sequence that is not complete yet."""
 REDRAWS = re.compile(r"\x1b\[\d*[ABJK]")
-"""An escape sequence that moves the cursor or erases text, but not one that sets a colour."""
+"""An escape sequence that moves the cursor or erases text.  Sequences for colours do not match."""
 
 
 Item = tuple[str, str]

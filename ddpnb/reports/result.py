@@ -34,11 +34,11 @@ ORDER = ("lr", "samples/s", "speed-up", "efficiency", "exposed")
 FIGURE = (
     "Curves: the faint line shows every update, and the strong line is a moving average. If there "
     "are several repeats, each faint line is a repeat, and the strong line is their median.",
-    "Samples per second: the outline is the ideal (number of devices × single). The thick mark is "
-    "the speed of no-comm, the same training without communication. The thin line is the range.",
+    "Samples per second: the outline is the ideal, N times the speed of single on N devices. The "
+    "thick mark is no-comm, the same training without communication. The thin line is the range.",
     "Time of one step: the mean over ranks and steps. Hidden communication overlaps with the "
-    "backward pass, but on CPUs it still takes processor time. Exposed is communication or waiting "
-    "during which the rank computes nothing.",
+    "backward pass, but on CPUs it still takes processor time. Communication and waiting are "
+    "exposed if the rank does not compute at the same time.",
     "Own work by rank is shown if a rank is slow or dies, memory if strategies need different "
     "amounts, and staleness if a strategy is asynchronous. --panels all shows every panel.",
 )

@@ -114,7 +114,7 @@ def _in_few_runs(few: Sequence[tuple[str, Ratio]], base: str, *, is_computed: bo
 
 
 def _span(ratio: Ratio) -> str:
-    """Return the ratios of two repeats.  For one repeat, return the range within the run."""
+    """Return the ratios of two repeats, or the range within the run if there is one repeat."""
     if math.isnan(ratio.low):
         return ""
     ends = f"{ratio.low:.2f} to {ratio.high:.2f}"

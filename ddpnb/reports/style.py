@@ -23,7 +23,7 @@ class PlotOptions:
         example="LOSS",
     )
     panels: str = option(
-        "", "draw every panel instead of only those that fit", choices=("all",), example="all"
+        "", "draw every panel, not only the most important panels", choices=("all",), example="all"
     )
 
     def __post_init__(self) -> None:
@@ -40,7 +40,7 @@ MUTED = "#5b626b"
 RULE = "#e3e6ea"
 """The colour of grid lines and the frame."""
 PAPER = "#ffffff"
-"""The background colour of figures, in light and in dark notebooks."""
+"""The background colour of figures, both in light and in dark notebooks."""
 
 PART_COLOURS = {
     "data": "#d9c7b8",

@@ -61,7 +61,7 @@ def _final_scores(run: RunSnapshot) -> dict[str, object]:
 
 
 def steps_frame(comparison: Comparison) -> "pd.DataFrame":
-    """Return a DataFrame: one row per step of each worker, one column per logged metric."""
+    """Return a DataFrame with one row per step of each worker and one column per logged metric."""
     import pandas as pd  # noqa: PLC0415 - takes 0.5 s
 
     if not comparison.runs:

@@ -111,7 +111,7 @@ def _command(comparison: Comparison, file: str) -> str:
 
 
 def _spec_of(comparison: Comparison) -> RunSpec:
-    """Return the settings of the run to repeat: a run of ``ddp``, or another run set to ``ddp``.
+    """Return the settings of a run of ``ddp``, or of another run changed to ``ddp``.
 
     Raises:
         UserError: the comparison has no suitable run.
@@ -137,7 +137,7 @@ def _spec_of(comparison: Comparison) -> RunSpec:
 
 
 def _cell(spec: RunSpec) -> Source:
-    """Return the statements of the cell that defines the task, or none for a built-in task.
+    """Return the statements of the task's cell.  A built-in task has no cell and no statements.
 
     Raises:
         UserError: a script cannot run the cell.
@@ -199,7 +199,7 @@ def _literal(value: Any) -> str:
 
 
 def _call(settings: Mapping[str, Any], sources: Sequence[Source]) -> str:
-    """Return the call that trains: ``main`` in ``plain.py``, or ``run`` in ``general.py``."""
+    """Return code that calls either ``main`` of ``plain.py`` or ``run`` of ``general.py``."""
     bound = {name for source in sources for name in source.bound}
     in_parts = settings["ACCUMULATE"] > 1 or settings["AMP"] or settings["CLIP"] < math.inf
     functions = [
@@ -217,7 +217,7 @@ def _call(settings: Mapping[str, Any], sources: Sequence[Source]) -> str:
 
 
 def _is_plain(source: Source) -> bool:
-    """Return True if ``data`` returns two tensors or arrays, and torch draws all random numbers."""
+    """Return True if ``data`` returns two tensors or arrays and only torch draws random numbers."""
     for each in source.statements:
         for node in ast.walk(ast.parse(each.text)):
             if getattr(node, "id", getattr(node, "attr", "")) == "random":

@@ -1,4 +1,4 @@
-"""Code that curves and rows share: looks of axes and markers, lengths of axes (kernel)."""
+"""Code for axes and markers, used for curves and for rows (kernel)."""
 
 import math
 from dataclasses import dataclass

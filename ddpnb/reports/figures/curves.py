@@ -67,7 +67,7 @@ class CurvePanel:
 
 
 def losses(runs: Sequence[RunSnapshot], x: str) -> Line:
-    """Return a ``Line`` of the training loss over ``x``, that is ``"samples"`` or ``"seconds"``."""
+    """Return a ``Line`` of the training loss.  ``x`` is ``"samples"`` or ``"seconds"``."""
     curves = [run.curve for run in runs if len(run.curve)]
     if x == "samples":  # a hand-written loop may not count samples
         curves = [curve for curve in curves if curve.samples[-1] > 0]
@@ -96,7 +96,7 @@ def held_out(runs: Sequence[RunSnapshot], x: str, y: str) -> Line:
 
 
 def _line(strong: Sequence[Points], raw: Sequence[Points] = ()) -> Line:
-    """Return the line of one run and its ``raw`` points, or the median and lines of repeats."""
+    """Return the ``Line`` of one run with its ``raw`` points, or of repeats with their median."""
     gap = np.array([np.nan])
     faint = [
         each for points in (strong if len(strong) > 1 else raw) for each in (points, (gap, gap))

@@ -24,7 +24,7 @@ from ddpnb.reports.kit import Sheet
 from ddpnb.reports.style import EVERYTHING, PlotOptions, style_of
 
 WIDTH = 13.6
-"""Width in inches.  ``SMALL_POINTS`` text is at least 10 pixels high on a 1280-pixel laptop."""
+"""Width in inches.  Small text is then at least 10 pixels high on a 1280-pixel screen."""
 TOP = 0.8
 """Height of the figure's title and the first panels' titles, in inches like all sizes below."""
 MARGIN, HEAD = 0.17, 0.34

@@ -166,7 +166,7 @@ RATE = Column(
 
 
 def _draw_split(axes: Axes, strategy: Strategy, middle: float) -> str:
-    """Draw the parts of a step.  Hidden communication is hatched below the backward pass."""
+    """Draw the parts of a step.  Hidden communication is drawn hatched, below the backward pass."""
     split, low = strategy.summary.split, middle - BAR / 2
     parts = {name: 1000 * seconds for name, seconds in split.parts._asdict().items()}
     thickness = BAR * (0.68 if parts["hidden"] > 0 else 1.0)
@@ -210,7 +210,7 @@ def _is_uneven(strategy: Strategy) -> bool:
 
 
 def _draw_ranks(axes: Axes, strategy: Strategy, middle: float) -> str:
-    """Draw a bar for each rank: its length is the training time, and slow ranks are darker."""
+    """Draw a bar for each rank: its length is the training time.  Slow ranks have darker bars."""
     latest = strategy.summary.runs[-1]
     times = slowness(latest.ranks)
     if len(times) < 2:
@@ -264,7 +264,7 @@ def _draw_staleness(axes: Axes, strategy: Strategy, middle: float) -> str:
 
 
 def _staleness_reach(strategy: Strategy) -> float:
-    """Return the end of the x axis (the last bar, at least 4), or 0 if staleness is unknown."""
+    """Return the end of the x axis, at least 4.  If staleness is unknown, return 0."""
     num = len(staleness_counts(strategy.summary.runs))
     return float(min(max(num, 4), MAX_SHOWN_STALENESS + 1)) if num else 0.0
 
@@ -281,7 +281,7 @@ STALENESS = Column(
 
 
 def _draw_memory(axes: Axes, strategy: Strategy, middle: float) -> str:
-    """Draw the memory of the rank that uses the most, and a GPU's peak memory as an outline."""
+    """Draw the memory of the rank that uses the most memory.  An outline shows a GPU's peak."""
     memory, low, left = strategy.summary.memory, middle - BAR / 2, 0.0
     for (part, colour), num_bytes in zip(MEMORY_COLOURS.items(), memory, strict=False):
         _bar(axes, left, low, num_bytes / MB, BAR, facecolor=colour, label=part)
@@ -293,7 +293,7 @@ def _draw_memory(axes: Axes, strategy: Strategy, middle: float) -> str:
 def _memory_differs(strategies: Sequence[Strategy]) -> bool:
     """Return True if a rank of one strategy uses much more memory than a rank of another strategy.
 
-    ``single`` is ignored because it has the whole batch on one device.  The ceiling is ignored too.
+    ``single``, which has the whole batch on one device, and ``no-comm`` are ignored.
     """
     others = [s.summary for s in strategies if not s.summary.name.startswith((BASELINE, CEILING))]
     totals = [each.memory.total for each in others if each.memory.total]

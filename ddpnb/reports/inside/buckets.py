@@ -25,7 +25,7 @@ QUEUED = "If a bucket must wait until an earlier bucket is sent, its bar begins 
 
 
 class Split(NamedTuple):
-    """Seconds of a whole step, of its exposed communication, and of its hidden communication."""
+    """Durations in seconds: a whole step, its exposed communication, its hidden communication."""
 
     step: float
     exposed: float
@@ -41,7 +41,7 @@ class DdpInspection(Shown):
     unused: Mapping[str, tuple[int, ...]]
     """Maps each parameter that did not contribute to the loss on some ranks to these ranks."""
     reports: tuple[tuple[CapReport, ...], ...]
-    """For each rank, one report per value of ``bucket_cap_mb``, the model's own value first."""
+    """For each rank, one report per value of ``bucket_cap_mb``.  The model's own value is first."""
 
     @property
     def caps(self) -> tuple[CapReport, ...]:

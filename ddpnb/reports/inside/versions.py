@@ -68,7 +68,7 @@ class AsyncInspection(Shown):
     notes: tuple[str, ...] = ()
 
     def window(self) -> Updates:
-        """Return the updates to draw: around the first death, or without deaths, near the start."""
+        """Return the updates around the first death, or near the start if no worker has died."""
         num = max(MAX_UPDATES, 3 * min(self.num_ranks, MAX_RANKS))
         first = 2 * self.num_ranks
         if deaths := [mark.seconds for mark in self.marks if mark.kind.is_death]:
