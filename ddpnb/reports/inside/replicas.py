@@ -23,7 +23,7 @@ ROUNDING = 1e-5
 MAX_SHOWN = 4
 """Maximum number of groups of ranks that a text lists."""
 NO_DDP = "ddpnb found no DDP that wraps the model"
-MAY_BE_ROUNDING = "The difference is small. A different order of additions may be the cause."
+MAY_BE_ROUNDING = "Such a small difference may be rounding, if values were added in another order."
 
 
 class Verdict(StrEnum):
