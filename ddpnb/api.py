@@ -309,12 +309,12 @@ def export(name: str, path: Path | str) -> str:
 
     Args:
         name: name of a run or a comparison, as shown by ``ddpnb.runs()``.
-        path: name of the file.  A ``.csv`` has one row per step of each worker, a ``.runs.csv`` one
-            row per run.  Other files contain the report (``.html``), the figure (``.png``), or a
-            script for torchrun (``.py``).
+        path: name of the file.  A ``.csv`` has one row per step of each worker, and a ``.runs.csv``
+            has one row per run.  Other files contain the report (``.html``), the figure (``.png``),
+            or a script for torchrun (``.py``).
 
     Returns:
-        A text that names the file.  For a script, the text also has the commands to run the script.
+        A text that names the file.  For a script, the text also says how to run the script.
     """
     return this_session().load([name]).save(path)
 
@@ -457,7 +457,7 @@ def advise() -> Table:
     """Recommend a strategy for the ranks' hosts and devices.  Same as ``%ddp_advise``.
 
     Returns:
-        A table of recommended strategies for one or several hosts, with this machine marked.
+        A table that recommends strategies for different machines, and marks this machine.
 
     Raises:
         UserError: no cluster is running.

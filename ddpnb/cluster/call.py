@@ -62,7 +62,7 @@ class Call:
     def __init__(self, ranks: Iterable[int]) -> None:
         self.ranks = tuple(ranks)
         self.inbox: queue.Queue[CallEvent] = queue.Queue()
-        """Queue of events.  A ``SimpleQueue`` could miss the timeout of ``get`` after a signal."""
+        """Queue of events.  After a signal, ``SimpleQueue.get`` might not return at its timeout."""
         self.running = set(self.ranks)
         """Ranks that have not returned."""
         self.speaking = set(self.ranks)
@@ -141,13 +141,13 @@ class Timeouts:
     interrupt_again_after_seconds: float = 1.2
     """Time between a release and the next interrupt, because code may catch the first interrupt."""
     kill_after_seconds: float = 10.0
-    """Time after which ddpnb kills a rank that interrupts and releases have not stopped."""
+    """Time after which ddpnb kills a rank if interrupts and releases have not stopped the rank."""
     poll_seconds: float = 0.8
     """Time between two position reports of a rank.  Two reports per second slow training by 1 %."""
     hang_after_seconds: float = 2.0
     """Time for which idle ranks must wait for each other before the call counts as a hang."""
     longest_gap_seconds: float = 1.0
-    """Maximum waiting time to count between two reports.  More time can mean that a laptop has
-    slept, or that a report has arrived late on a busy machine."""
+    """If two reports are further apart than this, only this time counts as waiting.  A laptop may
+    have slept in between, or a report may have arrived late on a busy machine."""
     silent_after_seconds: float = 10.0
     """Time after which ddpnb tells the user that a rank does not report its position."""

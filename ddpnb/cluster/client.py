@@ -29,7 +29,7 @@ messages to an engine that is not connected yet."""
 CONNECT_SECONDS = 20.0
 """Time after which ddpnb creates another client if the controller does not answer a new client."""
 LOOK_AGAIN_SECONDS = 3.0
-"""If no new engine appears for this time, a new client requests the list of engines.  The
+"""If no new engine appears within this time, ddpnb lists the engines again with a new client.  The
 controller does not report an engine that registers while the client connects."""
 WAIT_SECONDS = 0.05
 """Maximum time to wait for an answer before ddpnb checks again that the ranks are alive."""

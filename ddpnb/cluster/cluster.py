@@ -172,7 +172,7 @@ class Cluster:
         ranks: Sequence[int] | None = None,
         timeout: float = CALL_TIMEOUT_SECONDS,
     ) -> list[Result]:
-        """Make a call on ``ranks`` (default: all ranks), and return the results in this order."""
+        """Make a call on ``ranks`` (default: all ranks); return the results in the ranks' order."""
         chosen = self.ranks if ranks is None else ranks
         return self.submit(request, chosen).results(timeout)
 
@@ -203,13 +203,13 @@ class Cluster:
             self._aborts[rank] = self.processes.command(rank, RankCommand.ABORT, peers)
 
     def ensure_group(self, *, is_checked: bool = False) -> dict[StaleVariable, list[int]]:
-        """Form a new process group, unless the old group is usable and has this ``is_checked``.
+        """Form a new process group, unless a usable group has the same ``is_checked``.
 
         While a rank is dead, no group is formed, and the ranks continue without a group.  If
         ``is_checked``, torch compares the ranks' collectives at each call.
 
         Returns:
-            The variables that still refer to the old group, and for each variable its ranks.
+            Each variable that still refers to the old group, with the ranks that have the variable.
 
         Raises:
             UserError: a rank runs a cell, or no group could be formed although all ranks are alive.

@@ -10,9 +10,9 @@ from types import FrameType
 from IPython.core.getipython import get_ipython
 
 OBEYED_SECONDS = 30.0
-"""Time after a recorded interrupt in which ddpnb ignores further interrupts in a cell's code."""
+"""For this time after a recorded interrupt, ddpnb ignores further interrupts in a cell's code."""
 IMPATIENCE_SECONDS = 1.0
-"""Time after an interrupted call in which ddpnb ignores further interrupts in a cell's code."""
+"""For this time after an interrupted call, ddpnb ignores further interrupts in a cell's code."""
 
 
 class _SigintHandler:

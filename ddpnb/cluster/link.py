@@ -127,7 +127,7 @@ class ForkServerLink:
         self.request(KernelRequest.STOP)
 
     def close(self) -> None:
-        """Close the connection, which ends the fork server; may be called twice."""
+        """Close the connection to end the fork server; may be called twice."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

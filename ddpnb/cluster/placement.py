@@ -181,8 +181,8 @@ def torchrun_environment(placement: Placement, rank: int) -> dict[str, str]:
     """Return the environment variables that torchrun sets, so that scripts run unchanged.
 
     The variables tell libraries that the ranks' processes already exist.  Unlike torchrun, ddpnb
-    has no agent that runs a store.  ``accelerate launch`` sets ``ACCELERATE_USE_CPU``.  Without
-    this variable, accelerate and transformers would train a separate model on each CPU rank.
+    has no agent that runs a store.  ``ACCELERATE_USE_CPU`` is set as in ``accelerate launch``,
+    because accelerate and transformers would otherwise train a separate model on each CPU rank.
     """
     size = str(placement.num_ranks)
     host = placement.host_of[rank]

@@ -95,7 +95,7 @@ class ForkServer:
         self._on_exit(Exit(member=Service.FORK_SERVER, code=self._server.wait()))
 
     def _kill_group(self) -> None:
-        """Kill the fork server and its children.  The server's pid stays valid until ``wait``."""
+        """Kill the fork server and its children.  The pid stays valid until ``wait`` is called."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -106,7 +106,7 @@ class Processes(abc.ABC):
     server: ForkServer
     """The kernel's child process, which starts this host's processes."""
     prepared: Future[int]
-    """A future with the number of this host's GPUs, which is done once ranks can start."""
+    """A future that is done once ranks can start; its result is the number of this host's GPUs."""
     placement: Placement
 
     @property
@@ -139,7 +139,7 @@ class Processes(abc.ABC):
         return self.link_of(rank).request(KernelRequest.FORWARD, **fields)
 
     def signal(self, ranks: Collection[int], number: int) -> "list[Future[Any]]":
-        """Send a signal to the living ``ranks``; return futures that are done once it is sent."""
+        """Signal the living ``ranks``; return futures that are done once the signal is sent."""
         fields = {"ranks": [*ranks], "number": number}
         return [link.request(KernelRequest.SIGNAL, **fields) for link in self.links]
 
@@ -183,7 +183,7 @@ class LocalProcesses(Processes):
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float, what: str) -> None:
-    """Wait until ``is_so()`` is true; raise TimeoutError (text: ``what``) after ``seconds``."""
+    """Wait until ``is_so()``; after ``seconds``, raise a TimeoutError that begins with ``what``."""
     deadline = time.monotonic() + seconds
     while not is_so():
         if time.monotonic() > deadline:
@@ -192,7 +192,7 @@ def wait_until(is_so: Callable[[], bool], seconds: float, what: str) -> None:
 
 
 def wait_for_file(path: Path, while_waiting: Callable[[], None]) -> None:
-    """Wait until a file exists and contains complete JSON; raise TimeoutError after a while.
+    """Wait until a file exists and contains complete JSON; raise TimeoutError if this takes long.
 
     ``while_waiting`` is called repeatedly, and can raise an error to end the wait.
     """

@@ -38,7 +38,7 @@ class Watch:
     call: Call
     handle: Callable[[CallEvent], None]
     tick: Callable[[], None] = _nothing
-    """Function that draws the display.  It is called at least every ``tick_seconds``."""
+    """Function that draws the display.  It is called at least once every ``tick_seconds``."""
     timeout: float | None = None
     """Seconds after which ddpnb interrupts the ranks.  If None, there is no limit."""
     abort_after_failure_seconds: float | None = None

@@ -53,10 +53,11 @@ def enough_ranks(enough_ranks: int, forecast: Any) -> None:
     points = forecast.prediction.points["ddp"]
     single = next((each.samples_per_second for each in points if each.num_ranks == 1), math.nan)
     fast = [each.num_ranks for each in points if each.samples_per_second >= 10 * single]
-    expect(bool(fast), "Predict 1 rank, and a number of ranks on which ddp is ten times as fast.")
+    expect(bool(fast), "Predict 1 rank and more ranks, until ddp is 10 times as fast as on 1 rank.")
     expect(
         enough_ranks == min(fast),
-        f"{enough_ranks} is not the smallest number of ranks on which ddp is ten times as fast.",
+        f"{enough_ranks} is not the smallest number of ranks on which ddp is 10 times as fast as "
+        "on 1 rank.",
     )
 
 

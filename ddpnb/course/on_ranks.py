@@ -121,7 +121,7 @@ def my_indices(my_indices: Callable[[int, int], Sequence[int]]) -> None:
 
 
 def accumulate(accumulate: Callable[[Model, Sequence[Any], Callable[..., Tensor]], None]) -> None:
-    """Check that several backward passes exchange gradients once, with the correct result."""
+    """Check that gradients are correct and exchanged only once in several backward passes."""
     rank, _ = _place()
     model = _model()
     net = DistributedDataParallel(copy.deepcopy(model))
@@ -142,7 +142,7 @@ def accumulate(accumulate: Callable[[Model, Sequence[Any], Callable[..., Tensor]
     ]
     accumulate(net, batches, nn.functional.cross_entropy)
     found = exchanges.count(0)
-    expect(found == 1, f"Exchange gradients once, in the last pass. Exchanges found: {found}.")
+    expect(found == 1, f"Exchange gradients only once, in the last pass. Exchanges found: {found}.")
     reference = copy.deepcopy(model)
     inputs, targets = (torch.cat(each) for each in zip(*batches, strict=True))
     nn.functional.cross_entropy(reference(inputs), targets).backward()

@@ -28,7 +28,7 @@ SMALLEST_EFFECT = 0.02
 """The smallest relative difference that a sentence mentions."""
 
 FEWEST_REPEATS = 3
-"""Minimum number of repeats for an interval.  Two repeats would give +- 12.7 standard errors."""
+"""Fewest repeats for an interval.  With two repeats, it would span +- 12.7 standard errors."""
 
 MOST_REPEATS = 30
 """Maximum number of repeats that ddpnb recommends."""
@@ -77,7 +77,7 @@ class Ratio:
 
     @property
     def num_repeats_needed(self) -> int:
-        """Number of repeats needed to show this ratio; 0 if too many, or if there is no effect."""
+        """Number of repeats needed to show this ratio; 0 if unknown or above ``MOST_REPEATS``."""
         if not (self.has_interval and self._has_effect(self.middle)):
             return 0
         half = [
@@ -92,9 +92,9 @@ def ratios_of(
 ) -> tuple[StrategySummary, dict[StrategyKey, Ratio]] | None:
     """Return the reference strategy, and each other strategy's speed relative to the reference.
 
-    The reference is ``single`` or else the first strategy.  Emulated strategies are excluded.  The
-    ceiling counts only if it is the only other strategy.  The result is None for fewer than two
-    strategies, and for several comparisons because their models may differ.
+    The reference is ``single``, or the first strategy if there is no ``single``.  The ceiling
+    counts only if it is the only other strategy.  Emulated strategies never count.  The result is
+    None for fewer than two strategies, or for several comparisons because their models may differ.
     """
     done = [s for s in summaries if s.status is Status.FINISHED and s.rates]
     if len(done) < 2 or len({s.comparison for s in done}) > 1:
@@ -162,7 +162,7 @@ def accuracies_differ(shares: Sequence[float], num_samples: int) -> bool:
     """Return True if the highest and the lowest accuracy differ by more than chance.
 
     This is the 95 % test of two proportions with a common standard error, widened for all pairs
-    (Bonferroni).  Models err on many of the same samples, so the true standard error is smaller.
+    (Bonferroni).  Models err on many of the same samples, so the assumed error is too large.
     The test therefore claims too few differences, not too many.
     """
     num_pairs = math.comb(len(shares), 2)

@@ -61,7 +61,7 @@ class Comparison:
         return tuple(sorted((*self.runs, *self.other_rates), key=lambda run: run.created))
 
     def with_runs(self, runs: Sequence[RunSnapshot]) -> "Comparison":
-        """Return this comparison with other runs, or with newer snapshots of the same runs."""
+        """Return a copy of this comparison that has ``runs`` instead of its present runs."""
         compared, other_rates = split(runs)
         return replace(self, runs=compared, other_rates=other_rates)
 

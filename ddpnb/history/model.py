@@ -61,7 +61,7 @@ class RankTotals:
 
     @property
     def own_seconds(self) -> float:
-        """Mean seconds of a step's ``COMPUTED`` parts; if they are unknown, of the whole step."""
+        """Mean seconds of a step's ``COMPUTED`` parts, or of the whole step if they are unknown."""
         own = sum(getattr(self.parts, name) for name in COMPUTED) or self.seconds
         return own / max(self.num_steps, 1)
 

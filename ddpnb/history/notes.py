@@ -1,11 +1,11 @@
 """The notes that tables show for a strategy, for example on unstable momentum.  (Kernel.)
 
 Asynchronous SGD has one server, momentum m, N workers of weight 1/N and a staleness of d.  Near a
-minimum, a coordinate along a direction of curvature h follows
+minimum, a coordinate w along a direction of curvature h follows this recurrence:
 
     w(t+1)  =  w(t) + m (w(t) - w(t-1)) - a w(t-d),     a = (lr / N) h
 
-``docs/staleness.md`` derives the largest stable a.  A test compares this a with the recurrence.
+``docs/staleness.md`` derives the largest stable ``a``, and a test checks it with the recurrence.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from ddpnb.protocol.messages import Mark
 from ddpnb.protocol.notation import parse_strategy
 
 WORTH_WORDS = 0.5
-"""ddpnb adds a note if the stable fraction of the synchronous learning rate is at most this."""
+"""ddpnb adds a note if ``stable_fraction`` is at most this number."""
 
 
 def notes_of(
@@ -28,8 +28,8 @@ def notes_of(
 
     Args:
         runs: the repeats of a strategy.
-        counted: the repeats that count for the strategy's numbers.
-        staleness: the median over the updates of ``counted``; NaN if unknown.
+        counted: the repeats from which the strategy's numbers are computed.
+        staleness: the median staleness over the updates of ``counted``; NaN if unknown.
     """
     notes = [note for run in runs if run.header for note in run.header.notes]
     for run in runs:
@@ -47,7 +47,7 @@ def _described(mark: Mark, run: RunSnapshot) -> str:
     text = f"rank {mark.rank} {mark.text} at {mark.seconds:.1f} s"
     on_purpose = () if run.spec is None else run.spec.kill
     if mark.kind.is_death and not any(kill.startswith(f"{mark.rank}@") for kill in on_purpose):
-        return f"{text}; steps in the half second before may be missing"
+        return f"{text}; the results may lack the steps of this rank's last half second"
     return text
 
 
@@ -72,7 +72,7 @@ def _on_momentum(runs: Sequence[RunSnapshot], staleness: float) -> tuple[str, ..
 
 
 def stable_rate(momentum: float, staleness: int) -> float:
-    """Return the largest stable a.  Bisect for the angle at which a root has magnitude 1."""
+    """Return the largest stable ``a``.  Bisect for the angle at which a root has magnitude 1."""
     low, high = 0.0, math.pi
     for _ in range(60):
         t = (low + high) / 2

@@ -35,7 +35,7 @@ WAIT_SECONDS = 5.0
 """Maximum seconds to wait until another notebook has finished writing."""
 
 SAME_SECONDS = 1.5
-"""Tolerance for a process's start time in seconds, because the system clock can be adjusted."""
+"""Tolerance in seconds for a process's start time, because the system clock can be adjusted."""
 
 MAX_PENDING_BATCHES = 20_000
 """Maximum number of batches kept in memory while writes fail.  Further batches are lost."""
@@ -97,7 +97,7 @@ class Store:
     """The runs of one folder.
 
     Every method raises ``StoreError`` if the disk fails.  Batches that could not be written stay
-    in memory until the next write.  A crash loses at most ``flush_seconds`` of batches.
+    in memory until the next write.  A crash loses at most the last ``flush_seconds`` of batches.
 
     Args:
         folder: the folder of the file, such as ``runs_folder()``.  If the folder does not exist,
@@ -157,7 +157,7 @@ class Store:
             )
 
     def append(self, batch: EventBatch) -> None:
-        """Add a batch; ``flush_seconds`` after the last write, also write all pending batches."""
+        """Add a batch; if the last write was ``flush_seconds`` ago, write all pending batches."""
         with self._lock:
             if len(self._pending) < MAX_PENDING_BATCHES:
                 self._pending.append(batch)
@@ -354,7 +354,7 @@ def _batch_row(batch: EventBatch) -> tuple[Any, ...]:
 
 
 def _batch(run_id: str, row: sqlite3.Row, header: RunHeader | None = None) -> EventBatch:
-    """Return the batch that ``_batch_row`` wrote, with the header of the run."""
+    """Return a row of the table ``batches`` as a batch, and add ``header`` to the batch."""
     rank, sequence, events, metrics, marks = row
     return EventBatch(
         run_id=run_id,
@@ -405,7 +405,7 @@ def _from_fields(kind: type[Message], given: Mapping[str, Any]) -> Message:
 
 
 def writer_of(process: psutil.Process) -> str:
-    """Return a process's host, id and start time, because the system reuses ids."""
+    """Return a process's host, id and start time.  Ids alone are not unique over time."""
     return f"{platform.node()} {process.pid} {process.create_time():.2f}"
 
 

@@ -72,7 +72,7 @@ class StrategySummary:
     machine: float
     """``ceiling``, divided by ``ideal``: the efficiency without communication."""
     share_of_ceiling: float
-    """Samples/s, divided by ``ceiling``: the share of the speed that communication leaves."""
+    """Samples/s, divided by ``ceiling``: the share of the ceiling that the strategy reaches."""
     split: StepSplit
     scores: Mapping[str, Spread]
     """Scores of the trained models, by the title of the column; see ``_scores``."""
@@ -145,8 +145,8 @@ def _levels(
     """Return each strategy's samples/s, and the strategies with comparable samples/s.
 
     Samples/s are geometric means over repeats.  If a strategy lacks repeats that ``single`` has,
-    its mean is not comparable.  Its samples/s are then the mean of ``single``, multiplied by the
-    mean ratio over the repeats that both have.  So the speed-up equals the measured ratio.
+    the means are not comparable.  The strategy's samples/s are then the mean of ``single``, times
+    the mean ratio over the repeats that both have.  So the speed-up equals the measured ratio.
     """
     levels: dict[StrategyKey, float] = {}
     linked = set()
@@ -171,7 +171,7 @@ def group_runs(runs: Sequence[RunSnapshot]) -> dict[StrategyKey, list[RunSnapsho
 def samples_per_second(run: RunSnapshot) -> float:
     """Return all samples, divided by the training seconds of the slowest worker; NaN if unknown.
 
-    All workers of a ceiling train for the same time.  The slowest worker's speed counts for all.
+    The workers of a ceiling train for the same time.  Each counts as fast as the slowest worker.
     """
     if run.is_ceiling and not run.is_running and (workers := [r for r in run.ranks if r.seconds]):
         return len(workers) * min(rank.num_samples / rank.seconds for rank in workers)
@@ -222,7 +222,7 @@ def spread(values: Sequence[float], middle: float | None = None) -> Spread:
 def time_to_target(run: RunSnapshot, target: Target) -> tuple[float, float]:
     """Return the second and the sample at which a run first reached ``target``; NaN if it did not.
 
-    The smoothed training loss must fall to the target, or the held-out accuracy rise to it.
+    The smoothed training loss must fall to the target, or the held-out accuracy must rise to it.
     Between two evaluations, the accuracy is interpolated linearly.
     """
     if target.is_accuracy:
@@ -236,7 +236,7 @@ def time_to_target(run: RunSnapshot, target: Target) -> tuple[float, float]:
 
 
 def evaluations(run: RunSnapshot) -> tuple[Evaluation, ...]:
-    """Return the held-out curve of a run.  The last point is the trained model.  May be empty."""
+    """Return a run's held-out curve, if any.  The last point belongs to the trained model."""
     found = next((report.evaluations for report in run.reports if report.evaluations), ())
     if not found or run.status is not Status.FINISHED:
         return found
@@ -365,5 +365,5 @@ def num_devices(run: RunSnapshot) -> int:
 
 
 def _counted(runs: Sequence[RunSnapshot]) -> list[RunSnapshot]:
-    """Return the finished runs, so that means exclude failed runs; all runs if no run finished."""
+    """Return the finished runs; return all runs if no run finished.  Means exclude failed runs."""
     return [run for run in runs if run.status is Status.FINISHED] or list(runs)

@@ -3,7 +3,7 @@
 ``--lr 0.02,0.05,0.1`` trains each strategy once at each rate, all with the first repeat's seed.
 For each strategy, the comparison uses the rate with the lowest held-out loss.  The run at this rate
 is the first repeat, and all other repeats train at this rate.  NaN and infinite losses count as
-highest.  If all losses are NaN or infinite, the comparison uses the smallest rate.
+the highest losses.  If all losses are NaN or infinite, the comparison uses the smallest rate.
 """
 
 import math

@@ -44,8 +44,8 @@ def arguments(magic: Callable[..., object], line: str, *, unquote: bool = False)
             )
         if word in ("--attach", "--detach"):
             raise UserError(
-                f"{name} has no option {word}: ranks end with their kernel. To train without a "
-                "notebook, write a script for torchrun with %ddp_export."
+                f"{name} has no option {word}: ranks always end when the notebook's kernel ends. "
+                "To train without a notebook, write a script for torchrun with %ddp_export."
             )
         near = closest(word, known)
         advice = f"did you mean {near}?" if near else f"the options are {', '.join(known)}."

@@ -181,7 +181,7 @@ def values(words: Sequence[str], prefix: str) -> Offered | None:
 
 
 def choices(entries: Mapping[str, Entry], prefix: str) -> Iterable[str]:
-    """Return the names in ``entries``, or after ``name:`` the options and values of ``name``."""
+    """Return the names in ``entries``; after ``name:``, return options and values of ``name``."""
     name, colon, options_text = prefix.partition(":")
     if not colon or name not in entries:
         return entries

@@ -206,7 +206,7 @@ class DdpMagics(Magics):
         """Train strategies on one task and compare them live: ``%ddp_compare ddp --task digits``.
 
         Without a cell, ``--task`` names a built-in task.  A ``%%ddp_compare`` cell defines your
-        task: ``model()`` and ``data(split)``, with split "train" or "test".  The cell can also
+        task: ``model()`` and ``data(split)``, where split is "train" or "test".  The cell can also
         define ``loss(outputs, targets)``, ``training_step(model, batch)``, ``optimizer(params)``
         and ``metric(outputs, targets)``, see docs/your-code.md.  A strategy can have options, such
         as ``ddp:hook=fp16``, and can be a class in the cell, such as ``Averaging:every=2``.

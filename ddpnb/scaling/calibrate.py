@@ -212,7 +212,7 @@ def _with_link(work: Workload, here: Machine, measured: Measured) -> tuple[Workl
     latency = min(GLOO_LATENCY_SECONDS, 0.25 * left / (num - 1)) / busy
 
     def over(seconds: float) -> Machine:
-        """Return the machine with a link that sends all bytes in ``seconds``, plus latencies."""
+        """Return the machine with a link that sends all bytes in the given time, plus latencies."""
         moved = 2 * (num - 1) / num * work.num_bytes
         rate = 8 * moved / seconds * busy
         return replace(here, link=LinkSpec(bits_per_second=rate, latency_seconds=latency))
@@ -226,7 +226,7 @@ def _with_link(work: Workload, here: Machine, measured: Measured) -> tuple[Workl
 
 
 def _factor(name: str, work: Workload, here: Machine, measured: Measured) -> float | None:
-    """Return the ratio of measured to modelled seconds beyond ``no-comm``'s step; None means 1."""
+    """Return the ratio of measured to modelled seconds, both minus ``no-comm``'s; None means 1."""
     is_fitted = measured.devices is None or name.startswith(("fsdp", "zero"))
     if name in ("single", "no-comm", "ddp") or not is_fitted:
         return None

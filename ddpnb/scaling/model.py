@@ -49,7 +49,7 @@ class Workload:
     """Size of the global batch; if ``is_weak``, size of each rank's batch."""
     is_weak: bool = False
     batches: tuple[tuple[int, int], ...] = ()
-    """Size and count of the global batches.  If empty or ``is_weak``, all batches are full."""
+    """Size and count of the global batches.  If empty, or if ``is_weak``, all batches are full."""
     num_bytes: float
     """Size of the gradients in bytes, equal to the size of the parameters."""
     num_trained_bytes: float | None = None
@@ -61,7 +61,7 @@ class Workload:
     optimizer_seconds: float = 0.0
     """Seconds of the optimizer after the last exchange.  ``fixed`` includes these seconds."""
     variation: float = 0.0
-    """Variation of a rank's computing between steps: standard deviation over mean."""
+    """Standard deviation of a rank's computing time over the steps, divided by the mean."""
     overlaps: bool = True
     """True if DDP sends a bucket as soon as the backward pass has filled the bucket."""
     wrapper_seconds: float = 0.0
@@ -160,7 +160,7 @@ class Situation:
         return float(value)
 
     def computing(self, *, meets: bool = True) -> float:
-        """Return the seconds that a rank computes, and if ``meets`` also waits, in a step."""
+        """Return the seconds that a rank computes in a step; if ``meets``, add its waiting time."""
         work, machine, num = self.work, self.machine, self.num_ranks
         samples = math.ceil(work.samples(num)) if meets else work.samples(num)
         own = cost(work, machine, num).of(samples)
@@ -188,12 +188,12 @@ class Situation:
 
 
 def _single(case: Situation) -> float:
-    """Return the seconds of one device for the whole batch; the number of ranks does not matter."""
+    """Return the seconds that one device needs for the whole batch, with any number of ranks."""
     return case.work.alone.of(case.work.samples(1))
 
 
 def _in_buckets(case: Situation, cap: float = BUCKET_BYTES) -> float:
-    """Return the seconds of a step with buckets, computed like the clocks of emulated devices."""
+    """Return the seconds of a step with buckets, as the clocks of emulated devices compute them."""
     work, compute = case.work, case.computing()
     backward = case.backward(compute)
     trained = work.num_trained_bytes or work.num_bytes
@@ -225,7 +225,7 @@ def _after(case: Situation, *names: str) -> float:
 
 
 def _dp(case: Situation) -> float:
-    """Return the seconds of DataParallel.  Samples and outputs count as messages of 0 bytes."""
+    """Return the seconds of a DataParallel step.  Samples and outputs cost only latencies."""
     case = replace(case, machine=replace(case.machine, ranks_per_host=math.inf))  # one process
     python = case.num_ranks * case.work.replica_seconds
     sent = 2 * case.exchange("gather", case.size) + 3 * case.exchange("gather", 0.0)
@@ -233,12 +233,12 @@ def _dp(case: Situation) -> float:
 
 
 def _zero(case: Situation) -> float:
-    """Return DDP's seconds plus one all-gather, which takes as long as the ranks' broadcasts."""
+    """Return the seconds of a DDP step and an all-gather (as long as the ranks' broadcasts)."""
     return _in_buckets(case) + case.gathering()
 
 
 def _fsdp(case: Situation) -> float:
-    """Return the seconds of DDP plus all gathers before the last backward pass.
+    """Return the seconds of a DDP step and of all gathers before the last backward pass.
 
     The last gather and the reduce-scatter cost the same as DDP's all-reduce.  A forward pass can
     hide its gather after the first bucket.  Earlier backward passes can hide their whole gather.

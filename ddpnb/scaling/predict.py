@@ -22,14 +22,14 @@ from ddpnb.scaling.model import (
 
 MAX_RANKS = 1_000_000
 SEARCHED = 4096
-"""Minimum number of ranks up to which ddpnb searches for the end of scaling."""
+"""ddpnb searches for the end of scaling up to at least this number of ranks."""
 STRATEGIES = ("ddp", "async", "local-sgd")
 """The strategies to predict if the comparison has only ``single`` and ``no-comm``."""
 INSIDE = "pcie4"
 """Default link between the ranks of one host, with ``--hosts``."""
 DEVICE_VARIATION = 0.02
-"""Variation of equal devices with ``--step``: standard deviation over mean.  Source: Sinha et al.,
-"Not All GPUs Are Created Equal", SC 2022: 8 % from slow to fast, read as 4 standard deviations."""
+"""With ``--step``, the variation of equal devices: standard deviation over mean.  Sinha et al.,
+"Not All GPUs Are Created Equal", SC 2022, report a range of 8 %, taken as 4 standard deviations."""
 
 
 def parse_step(text: str) -> tuple[float, int]:
@@ -82,7 +82,7 @@ class Question:
         example="178ms/64",
     )
     accumulate: int | None = option(
-        None, "number of micro-batches in the step of --step; by default 1", least=1
+        None, "number of micro-batches in the step that --step describes; by default 1", least=1
     )
     batch_per_worker: int | None = option(
         None,
@@ -120,7 +120,7 @@ class Prediction:
     points: Mapping[str, tuple[Point, ...]]
     """Predictions by strategy, for each number of ranks with at least one sample per rank."""
     stops: Mapping[str, int | None]
-    """Number of ranks at which doubling adds less than a tenth; None if above ``searched``."""
+    """Number of ranks at which doubling adds less than 10 % speed; None if above ``searched``."""
     searched: int
     limits: Mapping[str, str]
     """The main bottleneck of each strategy at the largest number of ranks."""
@@ -138,8 +138,7 @@ def predict(found: Calibration, question: Question) -> Prediction:
     """Return the prediction that answers a question.
 
     Raises:
-        UserError: exchanges were not measured and no link is given, or a strategy or a number of
-            ranks is not possible.
+        UserError: the cost of exchanges is unknown, or a strategy or number of ranks is impossible.
     """
     measured = found.measured
     if not question.link and not measured.has_exchange:

@@ -19,7 +19,7 @@ def server_bound(link: LinkSpec, size: float, compute: float, num_workers: int) 
 
     A worker computes for c seconds.  An undisturbed exchange takes e seconds: S bytes each way, at
     b seconds per byte, with latency a.  The server's link needs s seconds for one gradient.  These
-    are the asymptotes of a closed queue.  If no time varies, the rate reaches them (Denning, Buzen,
+    limits are the asymptotes of a closed queue, reached if no time varies (Denning, Buzen,
     "The Operational Analysis of Queueing Network Models", ACM Computing Surveys 10(3), 1978).
     """
     message = Messages(1, size).seconds(link)
@@ -29,10 +29,10 @@ def server_bound(link: LinkSpec, size: float, compute: float, num_workers: int) 
 
 
 def on_cores(work: float, num_ranks: int, num_cores: float) -> float:
-    """Return the seconds until all ranks finish, if one rank needs ``work`` seconds on a free core.
+    """Return the time until all ranks finish, if a rank on a free core needs the time ``work``.
 
     N ranks take turns on C cores, one slice at a time, from one queue.  If each rank needs k
-    slices, the last rank finishes after ceil(N k / C) slices.
+    slices, the last rank finishes after ceil(N k / C) slices.  Times are in seconds.
     """
     if num_ranks <= num_cores or work <= 0:
         return work

@@ -141,7 +141,7 @@ def _check_target(spec: ComparisonSpec, checked: Collection[Checked]) -> None:
     if not all(each.has_accuracy for each in checked):
         raise UserError(
             f"--target accuracy={target.value:g} needs a held-out accuracy. ddpnb does not measure "
-            "it if targets are not class numbers, or if the task defines a loss or metrics. "
+            "accuracy if targets are not class numbers, or if the task defines a loss or metrics. "
             "Return 'accuracy' from metric, or set a training loss as the target."
         )
 

@@ -21,7 +21,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 class RankError(Exception):
     """A cell or run failed on some ranks.
 
-    ``failures`` holds the failures of all ranks: root causes first, then in order of time.
+    ``failures`` lists the root causes and then the consequences, each in order of time.
     """
 
     def __init__(self, failures: Sequence[Failure]) -> None:
@@ -97,7 +97,7 @@ def failures_of(cluster: Cluster, outcome: Outcome) -> list[Failure]:
 
 
 def _kept_but(lost: Collection[int]) -> str:
-    """Return sentences about the variables of stopped ranks; the ``lost`` ranks have ended."""
+    """Return sentences saying that variables are kept, except on the ranks in ``lost``."""
     if lost:
         return f"However, {say(lost, 'has')} ended. {remedy(lost)}"
     return "All variables are kept."
@@ -137,7 +137,7 @@ def _missing_here(failure: Failure) -> str:
 
 
 def summarize(failures: Sequence[Failure]) -> str:
-    """Return a sentence that names the rank that failed first and its error."""
+    """Return a sentence that names the rank that failed first, and the error on this rank."""
     first = failures[0]
     same = _identical_to(first, failures)
     if first.is_death:

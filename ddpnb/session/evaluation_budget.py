@@ -19,17 +19,17 @@ SHARE = 0.25
 FREE_SECONDS = 2.0
 """Evaluation time that is always allowed, even if the training is short."""
 DEFAULT_SIZES = 10_000, 2_000
-"""Default numbers of samples to evaluate after training, and during training."""
+"""Default numbers of samples in an evaluation: first after training, then during training."""
 SIZES = (2_000, 1_000, 500, 200, 100)
-"""Numbers of samples to try for all evaluations if the default takes too long."""
+"""If the default numbers of samples take too long, ddpnb tries these numbers in this order."""
 
 
 def budgeted(
     specs: Sequence[RunSpec], checked: Collection[Checked], num_ranks: int
 ) -> tuple[RunSpec, ...]:
-    """Reduce the evaluations of runs, so that they take at most a quarter of the training time.
+    """Reduce evaluations so that together they take at most a quarter of the training time.
 
-    First reduce the samples, then the evaluations, unless the user chose ``--eval-every``.
+    First, use fewer samples.  Then, evaluate less often, unless ``--eval-every`` is given.
     """
     if not specs or not checked or specs[0].eval_samples is not None:
         return tuple(specs)
@@ -54,8 +54,8 @@ def budgeted(
     num = min(size, one.num_held_out)
     note = (
         f"Models were evaluated {num_points + 1} times on {num:,} of {one.num_held_out:,} held-out "
-        "samples, so that this takes at most a quarter of the training time. --eval-samples N "
-        "evaluates on N samples."
+        "samples, so that evaluation takes at most a quarter of the training time. To evaluate on "
+        "N samples, use --eval-samples N."
     )
     return tuple(
         replace(each, eval_samples=size, num_points=num_points + 1, notes=(*each.notes, note))

@@ -19,7 +19,7 @@ from ddpnb.scaling.predict import Question, predict
 
 NEEDED = (BASELINE, CEILING)
 FEWEST_STEPS = 4
-"""Minimum number of steps with the same number of samples to compute a median of step times."""
+"""A median of step times is computed only from at least this number of steps of equal size."""
 FLOAT_BYTES = 4
 
 
@@ -133,7 +133,7 @@ def _variation(runs: Sequence[RunSnapshot]) -> float:
 
 
 def _num_bytes(runs: dict[str, list[RunSnapshot]], num_parameters: int, num_ranks: int) -> float:
-    """Return the gradients' size in bytes.  If ``ddp`` did not run, assume 4 bytes a parameter."""
+    """Return the size of the gradients in bytes; 4 bytes per parameter if ``ddp`` did not run."""
     sent = step_split(runs["ddp"]).num_bytes_sent if "ddp" in runs else math.nan
     if math.isfinite(sent) and num_ranks > 1:
         return sent * num_ranks / (2 * (num_ranks - 1))

@@ -105,7 +105,7 @@ class RunningComparison(Background):
         return ComparisonResult(self.recorder.comparison, self.asked.options, self._model_of)
 
     def _at_best_rate(self, spec: RunSpec) -> RunSpec:
-        """Return a run's spec.  In later repeats, use the strategy's best learning rate."""
+        """Return a run's spec; in later repeats, with the strategy's best learning rate."""
         if not spec.rates or spec.repeat == 0:
             return spec
         runs = self.recorder.comparison.runs
@@ -125,7 +125,7 @@ class RunningComparison(Background):
             self.asked.functions.send(self.cluster, [rank])
 
     def _continue_without(self, failed: str, rest: Sequence[str]) -> bool:
-        """Print which strategies are trained after ``failed`` failed; return False if none is."""
+        """Print the strategies that ddpnb still trains after ``failed``; return False if none is left."""
         if not rest or self.stop_requested:
             return False
         names = ", ".join(dict.fromkeys(rest))

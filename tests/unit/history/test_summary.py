@@ -150,7 +150,7 @@ def test_steps_that_a_death_lost_are_noted():
     on_purpose = replace(died, spec=replace(run.spec, kill=("1@100ms",)))
     for each, is_noted in ((died, True), (on_purpose, False)):
         (ddp,) = summarise(fake_comparison(()).with_runs([each]))
-        assert ("half second before" in ddp.notes[0]) == is_noted
+        assert ("this rank's last half second" in ddp.notes[0]) == is_noted
 
 
 def test_speed_up_is_over_the_devices_and_the_single_of_its_own_comparison():
