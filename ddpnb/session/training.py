@@ -125,7 +125,7 @@ class RunningComparison(Background):
             self.asked.functions.send(self.cluster, [rank])
 
     def _continue_without(self, failed: str, rest: Sequence[str]) -> bool:
-        """Print the strategies that ddpnb still trains after ``failed``; return False if none is left."""
+        """Print which strategies train after ``failed`` failed; return False if none is left."""
         if not rest or self.stop_requested:
             return False
         names = ", ".join(dict.fromkeys(rest))
