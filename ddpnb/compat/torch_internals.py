@@ -107,9 +107,9 @@ def skips_frames() -> bool:
 
 
 def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Exclude a function and all its calls from torch.compile, like ``torch.compiler.disable``.
+    """Exclude a function and the functions that it calls from torch.compile.
 
-    ``torch.compiler.disable`` takes a second to import modules that most ranks never need.
+    ``torch.compiler.disable`` would take a second to import modules that most ranks never need.
     """
     if skips_frames.works:
         _skip_frames(function.__code__)  # for calls from compiled code

@@ -33,11 +33,11 @@ from ddpnb.protocol.processes import KernelRequest, atomic_write, num_cores
 
 @dataclass(kw_only=True, slots=True)
 class Agent:
-    """The requests that only an agent answers, and the fork server that the agent extends."""
+    """Answers the requests that only an agent answers.  ``server`` answers all other requests."""
 
     server: forkserver.Forkserver
     sockets: str
-    """Path of the controller's sockets that ssh forwards, without their numbers; may be empty."""
+    """Path prefix of the controller's sockets that ssh forwards, or empty if there are none."""
     listener: socket.socket | None = None
     """The socket to which other hosts connect, to check that they can reach this host."""
     master: socket.socket | None = None
@@ -50,7 +50,7 @@ class Agent:
 
         Without an ``interface``, ddpnb uses the network over which ssh reached this host.  On the
         kernel's own host, ddpnb uses the network that leads to ``others``.  The agent reserves
-        ``port`` for rank 0.  Port 0 means any free port; None means that rank 0 is on another host.
+        ``port`` for rank 0.  0 means any free port.  None means that rank 0 is on another host.
         """
         known = interfaces()
         address = next(iter(known.get(interface, [])), "") if interface else address_of_ssh()
@@ -78,7 +78,7 @@ class Agent:
     def prepare(self, *, environment: dict[str, str], connection: dict[str, Any]) -> int:
         """Write the engines' connection file, import torch, and return the number of GPUs.
 
-        Torch reads ``environment``.  Symbolic links name ssh's sockets as ipyparallel expects.
+        Torch reads ``environment``.  Links give ssh's sockets the names that ipyparallel expects.
         """
         profile = self.server.folder / "profile"
         (profile / "security").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The process of ipyparallel's launcher, which ends when the kernel ends (kernel's host).
+"""Runs ipyparallel's launcher in a process that ends when the kernel ends (kernel's host).
 
 ``python -m ddpnb.hosts.holder`` lets a launcher start relays instead of engines, through Slurm,
 MPI, PBS, LSF, SGE or HTCondor.  ``engines`` or the profile's ``ipcluster_config.py`` chooses the
@@ -26,9 +26,9 @@ SLURM = """#!/bin/sh
 #SBATCH --nodes={{n}} --ntasks-per-node=1 --cpus-per-task={num_ranks}
 srun --no-kill --nodes={{n}} --mem=0 --cpu-bind=none --mpi=none {{program_and_args}}
 """
-"""The Slurm job: one program per node that may use all cores.  The job tolerates lost nodes."""
+"""The Slurm job: each node runs one program on all cores.  The job tolerates lost nodes."""
 MPI = ["--map-by", "ppr:1:node", "--bind-to", "none"]
-"""The arguments for one program per host that may use all cores of the host."""
+"""MPI's arguments to start one program on each host and to let it use all cores of the host."""
 
 
 async def main(
@@ -74,7 +74,7 @@ async def end_of(launcher: Any) -> None:
 
 
 def make_launcher(profile: str, engines: str, folder: str, words: list[str]) -> Any:
-    """Return ipyparallel's launcher; raise ValueError if neither profile nor option names it."""
+    """Return the launcher that the profile or ``engines`` names, or raise ValueError."""
     options = {"engines": engines} if engines else {}
     cluster = ipp.Cluster(profile=profile or "default", log_level=logging.WARNING, **options)
     if not engines and "engine_launcher_class" not in cluster.config.get("Cluster", {}):

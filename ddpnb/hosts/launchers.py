@@ -30,7 +30,7 @@ REPORT_SECONDS = 2.0
 STOP_SECONDS = 60.0
 """Maximum seconds to wait until a launcher has ended its programs."""
 STRICT = {"TRAITLETS_APPLICATION_RAISE_CONFIG_FILE_ERROR": "1"}
-"""Environment that makes errors in a profile fatal; otherwise traitlets ignores such a profile."""
+"""Environment that makes a profile's errors fatal.  By default, traitlets ignores the profile."""
 
 
 class LaunchedHosts:
@@ -127,7 +127,7 @@ class LaunchedHosts:
 
 
 def own_address(interface: str) -> str:
-    """Return the address at which other hosts reach this host; on ``interface``, if given."""
+    """Return this host's address on an interface, or by default its first public address."""
     if not interface:
         return next(iter(public_ips()), "127.0.0.1")
     if found := interfaces().get(interface, []):

@@ -18,7 +18,7 @@ PROBE_SECONDS = 3.0
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that must be equal on all hosts; empty if a package is missing."""
+    """Return the versions that must be equal on all hosts; ``""`` for a missing package."""
     found = {"Python": platform.python_version().rpartition(".")[0]}
     for package in ("ddpnb", "torch"):
         try:
@@ -69,10 +69,10 @@ def reserve_port(address: str, port: int = 0) -> socket.socket:
 
 
 def free_ports(address: str, num: int) -> list[int]:
-    """Return free ports of an address outside the range that the system assigns automatically.
+    """Return free ports of an address, without the ports that the system assigns automatically.
 
-    So the ports stay free until the controller listens.  ``Group.abort`` closes connections except
-    those to the controller, which it recognizes by these ports.
+    So the ports stay free until the controller listens.  ``Group.abort`` recognizes connections to
+    the controller by these ports, and closes all other connections.
     """
     every, others = range(10_000, 65_536), ephemeral_ports()
     candidates = [port for port in every if port not in others] or list(every)

@@ -1,12 +1,12 @@
 """The relay of a host: starts the agent, and forwards frames between agent and kernel (relay).
 
 ssh or a launcher of ipyparallel starts ``python -m ddpnb.hosts.relay``.  The relay connects to the
-kernel over TCP or over a Unix socket that ssh forwards.  It reads the kernel's address and the keys
-from standard input, or from the file that its first argument names.  ZMQ's threads run in the
-relay, not in the agent, because the agent forks.
+kernel over TCP or over a Unix socket that ssh forwards.  The relay reads the kernel's address and
+the keys from standard input, or from the file named by its first argument.  ZMQ's threads run in
+the relay, not in the agent, because the agent forks.
 
 When the connection to the kernel is lost, the relay closes the agent's pipe, so that the ranks end.
-When the agent ends, the relay kills its remaining processes and removes its files.
+When the agent ends, the relay kills the agent's remaining processes and removes its run folder.
 """
 
 import contextlib
@@ -89,7 +89,7 @@ def run(place: dict[str, Any], kernel: "zmq.Socket[bytes]") -> bool:
 def pass_on(
     pipe: Connection, kernel: "zmq.Socket[bytes]", end_of_kernel: "zmq.Socket[bytes]"
 ) -> bool:
-    """Forward frames until agent or kernel ends; return True if the kernel ever answered."""
+    """Forward frames until the agent or kernel ends.  Return True if the kernel ever answered."""
     is_known, deadline = False, time.monotonic() + COME_MS / 1000
     poller = zmq.Poller()
     for each in (kernel, end_of_kernel, pipe.fileno()):

@@ -18,7 +18,7 @@ from ddpnb.hosts.wire import LOST_MS, Word, keep_alive
 from ddpnb.protocol.processes import limit_waits
 
 PROBE_SECONDS = 1.0
-"""The seconds between two checks that the relays are connected."""
+"""Seconds between two checks whether the relays are still connected."""
 STOP_SECONDS = 5.0
 
 
@@ -74,10 +74,10 @@ class Router:
         self._thread.start()
 
     def place(self, *, name: str = "", endpoint: str = "", sockets: str = "") -> dict[str, Any]:
-        """Return the address and the keys for a relay.  Any process that has them can connect.
+        """Return the address and the keys for a relay.  Any process with these keys can connect.
 
         Without a name, the relay chooses a name.  The relay connects to ``endpoint``, by default
-        this router's address.  ``sockets`` is the path of ssh's forwarded sockets, without numbers.
+        this router's address.  ``sockets`` is the path prefix of the sockets that ssh forwards.
         """
         return {
             "name": name,

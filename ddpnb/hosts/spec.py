@@ -28,13 +28,13 @@ class HostsSpec(ClusterSpec):
     )
     engines: str = option(
         "",
-        "the launcher of ipyparallel that starts the ranks, instead of ssh",
+        "launcher of ipyparallel that starts the ranks, instead of ssh",
         example="NAME",
         choices=ENGINES,
     )
     profile: str = option("", "ipyparallel profile that configures the launcher", example="NAME")
     ranks_per_host: int | None = option(
-        None, "ranks on each host, with --engines or --profile; by default all on one host", least=1
+        None, "number of ranks per host (with a launcher); by default all on one host", least=1
     )
     timeout: float | None = option(
         None, "maximum seconds to wait for a queued job; by default 600", above=0, example="SECONDS"

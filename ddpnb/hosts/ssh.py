@@ -42,7 +42,7 @@ python={python}
 [ -n "$python" ] || {{ python={same}; [ -x "$python" ] || python=python3; }}
 "$python" -m ddpnb.hosts.relay
 """
-"""The script for the host's shell, which removes the sockets that sshd leaves behind."""
+"""Script for a host's shell that starts the relay and then removes the sockets left by sshd."""
 REASONS = (
     (
         "REMOTE HOST IDENTIFICATION HAS CHANGED",

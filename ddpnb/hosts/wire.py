@@ -5,12 +5,12 @@ from enum import Enum
 import zmq
 
 LOST_MS = 15_000
-"""Milliseconds without a heartbeat until a connection counts as lost.  ZMQ sends heartbeats."""
+"""Milliseconds until a connection without heartbeats counts as lost.  ZMQ sends heartbeats."""
 COME_MS = 15_000
-"""Maximum milliseconds to set up a connection.  Unknown processes may also try to connect."""
+"""Maximum milliseconds to set up a connection, because unknown processes may try to connect."""
 
 NUM_SOCKETS = 12
-"""The number of the controller's sockets or ports for engines; ipyparallel needs eight."""
+"""Number of sockets or ports that the controller opens for engines.  ipyparallel needs eight."""
 
 
 class Word(bytes, Enum):
@@ -23,7 +23,7 @@ class Word(bytes, Enum):
     END = b"end"
     """The kernel asks the relay to end the agent, or the relay says that the agent has ended."""
     PROBE = b"probe"
-    """The kernel accepts the relay, or checks its connection; sending to a lost relay fails."""
+    """The kernel accepts a relay, or checks that the relay is still connected."""
 
 
 def keep_alive(end: "zmq.Socket[bytes]", lost_ms: int) -> None:

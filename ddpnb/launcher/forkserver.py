@@ -2,7 +2,7 @@
 
 The kernel starts ``python -m ddpnb.launcher.forkserver FD ...`` and exchanges JSON frames with the
 fork server over a socket pair.  The fork server forks the controller first, and imports torch while
-the controller starts.  The ranks share the imported pages, so each rank starts in under a second.
+the controller starts.  The ranks share the modules' memory, so each rank starts in under a second.
 
 The fork server runs no tensor operation, starts no thread and never uses CUDA.  For this reason,
 the fork server can fork safely at any time, for example to restart a dead rank.
@@ -84,7 +84,7 @@ class Forkserver:
         }
 
     def run(self, controller_arguments: list[str]) -> None:
-        """Serve the kernel until it ends.  If the list is empty, there is no controller."""
+        """Serve the kernel until it ends.  Without arguments, start no controller."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         try:

@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
 
 registered: dict[str, Callable[..., Any]] = {}
-"""The function of each call, by name.  It takes the notebook's folder and the call's arguments."""
+"""The function of each call, by name.  A function takes the notebook's folder and the arguments."""
 
 
 @final
@@ -67,7 +67,7 @@ class RankCall(Generic[Arguments, Result]):
 state = RankCall[[], RankState]("state")
 """Return a description of the rank's process and device."""
 form_group = RankCall[[int, bool], list[StaleVariable]]("form_group")
-"""Form a process group; return variables that hold old groups.  If True, torch checks all calls."""
+"""Form a process group, with or without torch's checks.  Return variables that hold old groups."""
 num_calls = RankCall[[], dict[str, int | None]]("num_calls")
 """Return the number of collectives that this rank called in each group; None if uncertain."""
 
@@ -101,7 +101,7 @@ clean_up = RankCall[[], None]("clean_up")
 # -- looking inside ------------------------------------------------------------------------
 
 digests = RankCall[[Sequence[str]], RankReplica]("digests")
-"""Return digests of this rank's variables with these names; without names, of all models."""
+"""Return digests of this rank's variables with these names, or of all models if none is named."""
 elements = RankCall[[Collection[int], str, Part, str, Sequence[int]], NDArray[Any] | None](
     "elements"
 )

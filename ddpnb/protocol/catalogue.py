@@ -54,7 +54,7 @@ class Style(NamedTuple):
     """The colour, dashes and marker of a strategy.  No two strategies share both dashes and marker.
 
     Ten colours are matplotlib's ``petroff10`` (Petroff, arXiv:2107.02270).  People with any colour
-    vision can distinguish them.  Related strategies share a hue and differ in lightness.
+    vision can distinguish these colours.  Related strategies share a hue and differ in lightness.
     """
 
     colour: str
@@ -81,7 +81,7 @@ class StrategyEntry(Entry):
 _TIMEOUT = Option(
     default=60.0,
     least=1,
-    about="if no worker takes a step for this many seconds, silent workers count as dead",
+    about="seconds until silent workers count as dead, if no worker takes a step",
 )
 
 _MOMENTUM = Option(
@@ -131,7 +131,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         look=Style("#3f90da", "solid", "o"),
         aliases=("DistributedDataParallel", "MirroredStrategy", "MultiWorkerMirroredStrategy"),
         options={
-            "bucket_cap_mb": Option(default=25.0, about="maximum bucket size in MB", above=0),
+            "bucket_cap_mb": Option(default=25.0, about="maximum size of a bucket in MB", above=0),
             "find_unused_parameters": Option(
                 default=False, about="allow steps that do not use all parameters"
             ),
@@ -160,7 +160,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         look=Style("#2f4be0", "long-short", "$\\spadesuit$"),
         options={
             "bucket_mb": Option(
-                default=0.0, about="message size in MB; 0 sends one gradient per message", least=0
+                default=0.0, about="size of a message in MB; 0 sends gradients one by one", least=0
             )
         },
     ),
@@ -185,13 +185,13 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
             "bound": Option(
                 default=-1,
                 least=-1,
-                about="maximum lead of a worker in steps; 0 is synchronous, -1 allows any lead",
+                about="maximum lead of a worker, in steps; 0 means synchronous, -1 means no limit",
             ),
             "compensate": Option(
                 default=0.0,
                 least=0,
                 from_text=_compensation,
-                about=f"lambda of the delay compensation DC-ASGD; on means {COMPENSATION:g}",
+                about=f"lambda of DC-ASGD's delay compensation; 'on' means {COMPENSATION:g}",
             ),
             "momentum": _MOMENTUM,
             "timeout": _TIMEOUT,
@@ -209,7 +209,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         about="each rank trains its own model; every few steps, ranks average the weights",
         import_path="ddpnb.rank.strategies.local_sgd:LocalSgd",
         look=Style("#bd1f01", "solid", "v"),
-        options={"every": Option(default=8, about="steps between two averagings", least=1)},
+        options={"every": Option(default=8, about="number of steps between two averages", least=1)},
     ),
     "diloco": StrategyEntry(
         about="like local-sgd, but a Nesterov step applies the averaged change of the weights",
@@ -241,7 +241,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         },
     ),
     "gossip": StrategyEntry(
-        about="in each step, a rank averages its weights with its left or right neighbour",
+        about="in each step, a rank and its left or right neighbour average their weights",
         import_path="ddpnb.rank.strategies.gossip:Gossip",
         look=Style("#92dadd", "long", ">"),
     ),
@@ -270,10 +270,10 @@ TASKS: Mapping[str, Entry] = {
             "parameters": Option(
                 default=0,
                 least=0,
-                about="number of parameters to which the model is padded; 0 pads none",
+                about="number of parameters of the model after padding; 0 means no padding",
             ),
             "compute": Option(
-                default=0, least=0, about="number of extra convolutions, which lengthen each step"
+                default=0, least=0, about="number of extra convolutions that lengthen each step"
             ),
         },
     ),

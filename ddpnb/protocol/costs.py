@@ -124,7 +124,7 @@ DOUBLE_TREE = Algorithm(
 """NCCL's all-reduce with double trees.  On average, a rank sends the same bytes as in a ring."""
 
 BEST = "best"
-"""The name for the faster of ring and double tree.  NCCL chooses by the size of the message."""
+"""The name of the faster algorithm, ring or double tree.  NCCL chooses it by the message size."""
 
 
 def algorithm_of(name: str, backend: str = "") -> Algorithm | None:

@@ -35,7 +35,7 @@ def advice(given: str, names: Collection[str], *, few: int = 0) -> str:
 
 
 def closest(given: str, names: Iterable[str]) -> str:
-    """Return the one or two most similar names, as ``"dp or ddp"``; empty if no name is similar."""
+    """Return one or two similar names, such as ``"dp or ddp"``; empty if no name is similar."""
     return " or ".join(difflib.get_close_matches(given, names, n=2, cutoff=SIMILARITY))
 
 

@@ -17,13 +17,13 @@ class InspectSpec:
     """An expression for the model on the ranks; empty if the model of ``task`` is inspected."""
     batch: str = option(
         "",
-        "the model's input on the ranks: a tensor, or a tuple or dict of arguments",
+        "input of the model on the ranks: a tensor, or a tuple or dict of arguments",
         example="EXPR",
     )
-    loss: str = option("", "scalar loss of `output`; by default the output's mean", example="EXPR")
+    loss: str = option("", "loss, computed from `output`; by default its mean", example="EXPR")
     bucket_caps: tuple[float, ...] = option(
         (),
-        "more bucket sizes (bucket_cap_mb) to measure",
+        "additional bucket sizes (bucket_cap_mb) to measure, in MB",
         flag="--bucket-cap",
         above=0,
         most_values=9,
@@ -34,7 +34,7 @@ class InspectSpec:
     devices: Devices | None = None
     """The devices to emulate.  If None, ranks measure real times."""
     finds_unused: bool = False
-    """True if DDP searches for unused parameters, because a rank's loss lacks some of them."""
+    """True if DDP looks for parameters that do not contribute to the loss on some rank."""
 
     def __post_init__(self) -> None:
         check_options(self)

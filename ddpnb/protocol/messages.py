@@ -104,7 +104,7 @@ class RunHeader:
     num_ranks: int = 0
     """The number of ranks that report steps.  0 means equal to the number of workers."""
     num_devices: int = 0
-    """The number of GPUs, or shares of the CPU, in use.  0 means equal to the number of workers."""
+    """The number of GPUs or CPU shares that are used.  0 means equal to the number of workers."""
     sees_exposed: bool = True
     """True if ddpnb can distinguish exposed communication from hidden communication."""
     is_emulated: bool = False
@@ -185,14 +185,14 @@ class StepEvent:
     loss: float = math.nan
     """Mean loss over the step's samples, before the update; NaN if unknown."""
     staleness: int | None = None
-    """The number of updates by other workers between the worker's pull and the worker's update."""
+    """The number of updates that other workers made between this worker's pull and its update."""
     version: int = 0
     """The number of the update that used the gradient: 1, 2, ...; 0 if updates are not counted."""
     parts: Parts = field(default_factory=Parts)
     num_bytes_sent: int = 0
     """The number of bytes that this worker sent to other workers in this step."""
     num_bytes_received: int = 0
-    """The number of bytes that this worker received.  The step's row does not include it."""
+    """The number of bytes that this worker received.  This number is not part of a step's row."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Additional numbers of the step, by name.  The step's row does not include these numbers."""
 
@@ -208,7 +208,7 @@ class Checked:
     has_accuracy: bool = False
     """True if the model's held-out accuracy can be computed.  Only rank 0 checks this."""
     num_epochs: float = 0.0
-    """The number of epochs that last ``min_seconds``; 0 without ``min_seconds``, or if unknown."""
+    """The number of epochs that take ``min_seconds``; 0 if it is not set or cannot be computed."""
     num_held_out: int = 0
     seconds_per_judged: float = 0.0
     """Seconds that rank 0 needs to evaluate one held-out sample; 0 if unknown."""
@@ -305,7 +305,7 @@ class Memory(NamedTuple):
         return self.peak or sum(self)
 
     def scaled(self, scale: float) -> "Memory":
-        """Return the memory of a published model with ``scale`` times the parameters of this model.
+        """Return the memory of a model with ``scale`` times as many parameters as this model.
 
         Activations are left out, because their size is not published.
         """
@@ -320,7 +320,7 @@ class RunReport:
     rank: int
     num_steps: int = 0
     num_bytes_received: int = 0
-    """The number of bytes received in all steps.  Each step's row has the bytes sent."""
+    """The number of bytes received in all steps.  The rows of the steps have the bytes sent."""
     seconds: float = math.nan
     """Training seconds of this rank, without warm-up and evaluation."""
     final_loss: float = math.nan
@@ -402,7 +402,7 @@ class Failure:
     is_consequence: bool = False
     """True if the rank failed only because another rank failed and closed a connection."""
     was_waiting: bool = True
-    """If ``is_consequence``: True if the rank waited for other ranks, False if it computed."""
+    """True if the rank waited for other ranks.  Used only if ``is_consequence`` is True."""
     is_death: bool = False
     """True if the rank's process died; ``text`` then describes the death."""
     breaks_group: bool = False
@@ -430,7 +430,7 @@ REMEDIES = {
     "DeviceMesh": "create the mesh again with init_device_mesh",
     "ProcessGroup": "create the group again with dist.new_group",
 }
-"""For each class of torch that keeps a process group: the fix if the group was aborted."""
+"""Maps each class of torch that keeps a process group to the fix after the group was aborted."""
 
 
 class StaleVariable(NamedTuple):

@@ -199,8 +199,8 @@ def check_options(spec: Any) -> None:
 def as_kind(name: str, value: object, kind: type) -> Any:
     """Return a value as an object of a built-in type, which ddpnb can store and send.
 
-    Numpy's numbers are valid, and a whole number is a valid float.  For other types, a UserError
-    names ``name``.  If ``kind`` is not in ``KINDS``, objects of this class are returned unchanged.
+    Numpy's numbers are valid, and whole numbers are valid floats.  Other types raise UserError.
+    If ``kind`` is not in ``KINDS``, objects of this class are returned unchanged.
     """
     if kind not in KINDS and isinstance(value, kind):
         return value

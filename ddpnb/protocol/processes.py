@@ -175,7 +175,7 @@ def parent_folder() -> Path:
 
 
 def private_folder() -> Path:
-    """Create a run folder for a cluster that other users cannot open (mode 0700)."""
+    """Create a cluster's run folder, which other users cannot open (mode 0700)."""
     return Path(tempfile.mkdtemp(prefix=RUN_FOLDER, dir=parent_folder()))
 
 

@@ -56,7 +56,7 @@ class Held:
     parts: Mapping[Part, Mapping[str, TensorDigest]] = field(default_factory=dict)
     """The tensors of each part by name, in their order on the rank."""
     sharded: Mapping[Part, int] = field(default_factory=dict)
-    """For each part: the number of tensors that are sharded over the ranks or have no values."""
+    """Number of tensors in each part that are either sharded over the ranks or have no values."""
     is_ddp: bool = False
     """True if ``DistributedDataParallel`` averages the gradients."""
     syncs_buffers: bool = True

@@ -114,9 +114,9 @@ class CollectiveShown:
     num_got: int
     """The number of elements of the tensor that this rank has afterwards."""
     seconds: float
-    """The median seconds of one call on this rank, over several calls."""
+    """Median time of one call on this rank, in seconds, over several calls."""
     small_seconds: float
-    """The seconds of a call with the smallest possible tensor."""
+    """Time of a call with the smallest possible tensor, in seconds."""
     num_bytes_sent: int | None
     """The bytes sent on this rank's TCP connections during one call; None if unknown."""
     backend: str

@@ -33,7 +33,7 @@ class TrainingSpec:
 
     task: str = _training(
         CELL_TASK,
-        f"{' | '.join(TASKS)}; add options as in synthetic:samples=512; by default the cell's task",
+        f"task, such as {' | '.join(TASKS)} | synthetic:samples=512; by default the cell's task",
         example="TASK",
     )
     source: str = ""
@@ -46,11 +46,11 @@ class TrainingSpec:
         flag="--epochs",
         above=0,
     )
-    batch_size: int = _training(256, "samples per step of all workers (global batch)", least=1)
+    batch_size: int = _training(256, "size of the global batch (all samples of a step)", least=1)
     learning_rate: float = _training(
         0.05,
         "learning rate of the default optimizer (SGD); if you give several, such as 0.02,0.05,0.1, "
-        "each strategy is compared at the rate with its lowest held-out loss",
+        "each strategy is compared at the rate that gives its lowest held-out loss",
         flag="--lr",
         above=0,
         most_values=6,
@@ -93,18 +93,18 @@ class TrainingSpec:
         None, "maximum norm of all gradients together; ddpnb scales larger gradients down", above=0
     )
     batch_per_worker: int | None = _steps(
-        None, "samples per step of each worker; replaces --batch-size (weak scaling)", least=1
+        None, "number of samples per step and worker; replaces --batch-size (weak scaling)", least=1
     )
     devices: str = _devices(
         "",
-        "emulate eight V100 cards (times are computed, gradients are real); 16xV100/2 emulates two "
-        "hosts; 8 emulates devices as fast as one idle core; real measures times without emulation",
+        "devices to emulate (times are computed, gradients are real); 16xV100/2 means cards on two "
+        "hosts; 8 means eight devices, each as fast as one idle core; real means no emulation",
         example="8xV100",
         offers=tuple(f"8x{card}" for card in CARDS),
     )
     as_: str = _devices(
         "",
-        f"use this model's published time and bytes on the cards: {' | '.join(MODELS)}",
+        f"use the published time and bytes of this model on the cards: {' | '.join(MODELS)}",
         example="MODEL",
         offers=tuple(MODELS),
     )
@@ -118,8 +118,8 @@ class TrainingSpec:
     )
     link: str = _devices(
         "",
-        "rate and one-way latency of the emulated network between hosts, or between devices if "
-        f"there is one host; or a name: {', '.join(LINKS)}",
+        "rate and one-way latency of the emulated link between hosts (with one host, between its "
+        f"devices), or the name of a link: {', '.join(LINKS)}",
         example="1Gbit,0.5ms",
         offers=tuple(LINKS),
     )
@@ -135,13 +135,13 @@ class TrainingSpec:
     )
     slow: tuple[str, ...] = _faults(
         (),
-        "slow rank 1 by a factor of 3; 1:50ms adds 50 ms to each step; 0:2x,1:3x slows two ranks",
+        "slow down rank 1 by a factor of 3; 1:50ms adds 50 ms per step; 0:2x,1:3x slows two ranks",
         most_values=64,
         example="1:3x",
     )
     jitter: float = _faults(
         0.0,
-        "maximum random share of time that ddpnb adds to each step of each rank",
+        "maximum share of a step's time that ddpnb adds at random to each step of each rank",
         example="20%",
         from_text=parse_share,
         least=0,

@@ -98,7 +98,7 @@ class VariablePickler(cloudpickle.Pickler):  # type: ignore[misc]  # has no type
 
 
 def main_namespace() -> dict[str, Any]:
-    """Return the notebook's variables.  On a rank, return the variables of cells or of ``load``."""
+    """Return the namespace that ``load`` uses now, or by default the variables of ``__main__``."""
     found = _namespace.get()
     return vars(sys.modules["__main__"]) if found is None else found
 
@@ -114,7 +114,7 @@ def own_class(name: str) -> Any:
 def reduce_tensor(tensor: Any, torch: Any, *, stays: bool) -> Any:
     """Reduce a tensor to the memory of its elements; copy the elements if they are not contiguous.
 
-    Torch reduces special tensors itself, after a copy to the CPU unless ``stays`` is True.
+    Torch reduces special tensors itself.  If ``stays`` is False, they are first copied to the CPU.
     """
     kind, device = type(tensor), tensor.device.type
     if kind is torch.nn.Parameter:
@@ -133,7 +133,7 @@ def reduce_tensor(tensor: Any, torch: Any, *, stays: bool) -> Any:
 def rebuild_tensor(
     memory: Any, dtype: Any, shape: tuple[int, ...], requires_grad: bool, device: str
 ) -> Any:
-    """Return a tensor that uses ``memory``, or a copy of the tensor on this process's GPU."""
+    """Return a tensor that shares ``memory``, or on a GPU a tensor with a copy of ``memory``."""
     torch = importlib.import_module("torch")  # in the kernel, only if the user pulls a tensor
     if memoryview(memory).nbytes:
         tensor = torch.frombuffer(memory, dtype=dtype).reshape(shape)
@@ -146,9 +146,9 @@ def rebuild_tensor(
 
 
 def packed(parts: Sequence[memoryview], path: str, *, num_copies: int = 1) -> Parcel:
-    """Return a parcel of pickled parts, written to the existing file ``path`` or into the parcel.
+    """Return a parcel, and store the pickled parts in it or in the existing file ``path``.
 
-    The parts are in the parcel if they are small, if ``path`` is empty, or if the disk is full.
+    The parts are stored in the parcel if they are small, ``path`` is empty, or the disk is full.
 
     Raises:
         MemoryError: the free memory is too small for ``num_copies`` files of this size.

@@ -1,8 +1,8 @@
 """A board in shared memory, on which a host's ranks post the virtual times of their calls (ranks).
 
-Each process group has a file: a ring buffer with one place for each call and rank.  A place holds
-the call's number and two times (see ``Ready``).  If all ranks take part in a call, the real
-exchange makes all writes visible.  In other calls, a rank waits until it reads the call's number.
+Each process group has a file: a ring buffer with one place for each call and rank.  A place holds a
+call's number and two times (see ``Ready``).  If all ranks take part in a call, the real exchange
+makes all writes visible.  In other calls, a rank waits until the place holds the call's number.
 """
 
 import mmap

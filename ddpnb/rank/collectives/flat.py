@@ -11,7 +11,7 @@ from torch import Tensor, nn
 class FlatBuffer:
     """One flat buffer for each dtype, with a view for each of the given tensors.
 
-    The buffers are on a device from which the default group can send: with gloo, on the CPU.
+    The buffers are on a device from which the default group can send.  For gloo, this is the CPU.
     """
 
     def __init__(self, like: Sequence[Tensor]) -> None:
@@ -23,7 +23,7 @@ class FlatBuffer:
         self.buffers = list(rest.values())
         """One tensor of shape (n,) for each dtype."""
         self.views: list[Tensor] = []
-        """A view into a buffer for each tensor, with the tensor's shape, in the given order."""
+        """One view for each tensor, in the given order.  A view has the shape of its tensor."""
         for tensor in like:
             view, rest[tensor.dtype] = rest[tensor.dtype].tensor_split([tensor.numel()])
             self.views.append(view.view(tensor.shape))

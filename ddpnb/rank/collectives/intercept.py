@@ -68,7 +68,7 @@ class _Audience(NamedTuple):
 
 _audience = _Audience()
 _kept: "deque[Exchange]" = deque(maxlen=64)
-"""Work objects to keep alive until a caller waits, because C++ may hold only their C++ part."""
+"""Objects that stay alive until a caller waits, because C++ may hold only their C++ parts."""
 
 
 @contextlib.contextmanager
@@ -243,7 +243,7 @@ def _end(call: Call, audience: _Audience) -> None:
 
 @final
 class Exchange(dist.Work):
-    """The ``Work`` of an asynchronous call.  Tells the listeners about waits and the end."""
+    """The ``Work`` of an asynchronous call, which reports waits and the call's end to listeners."""
 
     def __init__(self, work: Any, call: Call, audience: _Audience) -> None:
         super().__init__()

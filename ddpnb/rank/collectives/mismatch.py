@@ -39,9 +39,9 @@ NUM_KEPT: Final = 64
 """Number of calls that a file keeps for each rank.  Ranks cannot compare older calls."""
 TEXT_BYTES: Final = 140
 _ENTRY: Final = struct.Struct(f"<{TEXT_BYTES}sIIqQ")
-"""The format of an entry: text, checksum, checksum of the shape, size and number of a call."""
+"""The format of an entry: a call's text, two checksums (call and shape), size and number."""
 _KEY: Final = struct.Struct("<IIqQ")
-"""The format of the end of an entry, without the text.  Ranks compare only this part."""
+"""The format of the part of an entry after the text.  Ranks compare only this part."""
 _RANK_BYTES: Final = NUM_KEPT * _ENTRY.size
 POLL_SECONDS = 0.001
 SETTLE_SECONDS = 0.05
@@ -87,7 +87,7 @@ class MismatchCheck(intercept.Listener):
         return (log and log.num_made) or 0
 
     def num_calls(self) -> dict[str, int | None]:
-        """Map each group's name to the number of this rank's calls, or None if it is unknown."""
+        """Map each group's name to the number of this rank's calls, or to None if it is unknown."""
         found: dict[str, int | None] = {}
         for group in torch_internals.process_groups():
             log = self._logs.get(group)
@@ -125,7 +125,7 @@ class MismatchCheck(intercept.Listener):
             call.notes[self].take_back(is_certain=isinstance(error, Exception))
 
     def _open(self, call: Call) -> "CollectiveLog | None":
-        """Return a new group's log, or None (only one rank, unknown group or full disk)."""
+        """Return a new group's log.  Return None for one rank, an unknown group or a full disk."""
         group, ranks, log = call.group, call.ranks, None
         if not ranks:  # torch.distributed does not know this group (yet)
             return None
@@ -141,7 +141,7 @@ class MismatchCheck(intercept.Listener):
 
 
 def missing_features() -> tuple[str, ...]:
-    """Return a warning that names the collectives that ddpnb cannot compare, or an empty tuple."""
+    """Return a warning that names the collectives that ddpnb cannot compare, if there are any."""
     names = sorted({each.name for each in METHODS.values() if not intercept.is_known(each)})
     if not names or not torch_internals.intercepts_collectives.works:
         return ()  # the probe itself reports that no collective can be compared
@@ -251,7 +251,7 @@ class CollectiveLog:
             self._num_calls -= 1
 
     def _settle(self, entry: Entry, number: int) -> None:
-        """Wait for other ranks to withdraw different calls.  If they do not, raise an error."""
+        """Raise an error if other ranks do not withdraw different calls in ``SETTLE_SECONDS``."""
         seen: dict[int, Entry] = {}
         deadline = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < deadline:

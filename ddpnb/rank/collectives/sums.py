@@ -1,8 +1,8 @@
 """Sums of tensors over the ranks of one host, in shared memory (ranks).
 
-If many ranks share few cores, sockets would take most of the time.  Instead, rank r adds up part r
-of all tensors, in the order of gloo's ring (``gloo/allreduce.cc``).  So the sum is bitwise equal to
-gloo's sum.  In gloo's ring, rank r - 1 sends part r, rank r - 2 adds its numbers, and so on.
+Sockets are slow if many ranks share few cores.  Instead, rank r adds up part r of all tensors, in
+the order of gloo's ring (``gloo/allreduce.cc``).  So the sum is bitwise equal to gloo's sum.  In
+gloo's ring, rank r - 1 sends part r, rank r - 2 adds its numbers, and so on.
 
 Sums alternate between two sets of slots, so no rank overwrites numbers that another rank still
 reads.  When a rank begins sum t, all ranks have begun sum t - 1 and therefore finished sum t - 2.
@@ -36,7 +36,7 @@ class SharedSums:
     check: Callable[[], None]
     """Function that raises an error if this rank should stop waiting."""
     waiting: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Function that returns a context manager, used while this rank waits for other ranks."""
+    """Function that returns a context manager, entered while this rank waits for other ranks."""
 
     def __post_init__(self) -> None:
         self._slots: dict[str, Tensor] = {}

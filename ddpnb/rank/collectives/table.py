@@ -21,16 +21,16 @@ class Collective:
     """Name of the function that users call."""
     operation: str
     num_tensors: int
-    """Number of arguments that the operation takes before the group."""
+    """Number of arguments of the operation before the argument for the group."""
     _: KW_ONLY
     tensor: int | None = 0
-    """Index of the argument with the input tensors, or with the output tensors if a rank may have
-    no input.  None if the collective has no tensors."""
+    """Index of the argument with the tensors: the inputs, or the outputs if a rank may have no
+    input.  None if the collective has no tensors."""
     root: int | None = None
     """Index of the root among the arguments after the group, or None if there is no root."""
     root_is: Literal["from", "to", ""] = ""
     equal: Literal["always", "on CPUs", "unless split", "never"] = "always"
-    """Cases in which all ranks' sizes must be equal.  NCCL allows more unequal sizes than gloo."""
+    """Cases in which all ranks' sizes must be equal.  NCCL has fewer such cases than gloo."""
     is_message: bool = False
     """True if only two ranks take part: this rank and the rank in the call's second argument."""
 
@@ -73,7 +73,7 @@ METHODS |= {
     "reduce_scatter_single_coalesced": METHODS["reduce_scatter_tensor_coalesced"],
     "all_to_all_single": METHODS["alltoall_base"],
 }
-"""Methods with names that differ from their operation's name, in some or all torch versions."""
+"""These methods and their operations have different names in some or all torch versions."""
 
 
 @dataclass(slots=True, eq=False)
@@ -139,7 +139,7 @@ class Call:
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """Number of bytes that this rank sends and receives, according to the usual algorithms.
+        """Number of bytes sent and number of bytes received by this rank, with usual algorithms.
 
         These are the bytes on the busiest link.  If the collective has a root, only the root counts
         the bytes on this link.  Every other rank counts the bytes of its own tensors.

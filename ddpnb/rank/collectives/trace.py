@@ -81,7 +81,7 @@ class TraceRecorder(Listener):
 
 
 def _ranks_of(call: Call) -> tuple[int, ...]:
-    """Return the ranks of a call's group, or a message's sender (if known) and receiver."""
+    """Return the ranks of a collective's group, or a message's sender (if known) and receiver."""
     if not call.collective.is_message:
         return call.ranks
     own = dist.get_rank()

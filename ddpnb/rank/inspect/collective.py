@@ -1,7 +1,7 @@
 """Demonstrates one collective: its tensors before and after, its time and its bytes (ranks).
 
 The tensor of rank r holds 10 (r + 1) + 0, 1, 2, ..., so each number shows from which rank it
-comes.  The Linux kernel counts the bytes that this process sends by TCP, with gloo's headers.
+comes.  The Linux kernel counts the bytes that this process sends over TCP, with gloo's headers.
 """
 
 import statistics
@@ -19,7 +19,7 @@ from ddpnb.rank.meter import synchronize, timed
 NUM_TIMED = 7
 """Number of timed calls, after one untimed call.  ddpnb shows the median time."""
 CHUNKED = ("reduce_scatter", "all_to_all")
-"""Collectives in which the input of each rank consists of one chunk for each rank."""
+"""Collectives that divide each rank's input into chunks, one chunk for each receiver."""
 NUMBER_BYTES = 4
 FEW_CELLS = 8
 """Approximate number of elements that ddpnb shows for each tensor."""
@@ -108,7 +108,7 @@ def _call(spec: CollectiveSpec, group: dist.ProcessGroup, num: int, device: torc
 
 
 def _median(call: _Call, group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return the median seconds of a call on this rank.  All ranks begin each call together."""
+    """Return a call's median time on this rank.  All ranks begin each call together."""
     times = []
     if call.got is not None:
         call.got.zero_()  # otherwise repeated products would overflow

@@ -5,7 +5,7 @@
 n: number of the worker's samples in this step; c: seconds per sample; a: number of micro-batches;
 p: fixed seconds per pass, for any number of samples; f, s: factor and seconds of ``--slow``;
 u: random number between 0 and ``--jitter``, which depends on the seed, the rank and the step.
-From this formula, ddpnb computes when a worker is ready.  Training times are not measured.
+ddpnb computes the end of each step from this formula.  Training times are not measured.
 """
 
 import math

@@ -43,19 +43,19 @@ class VirtualClock(Meter):
         self.settle: Callable[[], None] = lambda: None
         """Function that advances the clock to the end of the exchanges that C++ code waited for."""
         self._unplanned = 0
-        """Number of samples of a step until the step's first compute phase begins, then 0."""
+        """Number of samples of the current step; 0 after its first compute phase has begun."""
         self._computing: Phase = "data"
         """The compute phase to which ``_length`` and ``_progress`` belong."""
         self._length, self._progress = 0.0, 1.0
         self._num_issued = self._num_produced = 0.0
-        """The bytes that the phase has issued, and the gradient bytes that it has produced."""
+        """Number of bytes issued by the phase, and number of gradient bytes produced by it."""
         self._all_issued: dict[Phase, float] = {}
         """Number of bytes that each phase had issued when the phase last ended."""
 
     # -- a step -----------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start to count time, once per run.  For a worker that joins late, start when it joins."""
+        """Start to count time, once per run.  For a late worker, time starts when it joins."""
         self._since = self.seconds
         self._phase, self._spent = "data", {}
 
@@ -91,7 +91,7 @@ class VirtualClock(Meter):
         self._advance(self._num_produced / self._usual_bytes)
 
     def computed(self) -> None:
-        """Advance to the end of the compute phase and of the exchanges that C++ has issued."""
+        """Advance until the compute phase and all exchanges that C++ has issued are complete."""
         self._compute_unplanned()
         self._compute_rest()
         self.settle()

@@ -28,7 +28,7 @@ from ddpnb.rank.collectives.table import Call
 from ddpnb.rank.laboratory.clock import VirtualClock
 
 LEAST_BYTES: Final = 1 << 14
-"""Minimum number of bytes for a sum in shared memory.  For smaller tensors, gloo is as fast."""
+"""Minimum number of bytes for a sum in shared memory.  Smaller sums are as fast with gloo."""
 GATHERS = ("all_gather", "broadcast", "scatter")
 """Prefixes of the names of collectives that provide input for the caller's next computation."""
 
@@ -67,7 +67,7 @@ class Exchanges(Listener):
         self._boards: dict[str, Board] = {}
         self._sums = SharedSums(self.path, self.check)
         self._numbers: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
-        """Counters of a group's collectives (key -1) and of the messages between two ranks."""
+        """Counters of each group's collectives (key -1) and of the messages between two ranks."""
         self._pending: deque[_Pending] = deque()
         self.ends: deque[float] = deque(maxlen=1000)
         """End times of the latest collectives."""

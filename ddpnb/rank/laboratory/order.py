@@ -46,7 +46,7 @@ class VirtualOrder:
         """Time at which each worker received its latest shard."""
         self._steps = dict.fromkeys(workers, 0)
         self._is_here: set[int] = set()
-        """Workers with a request that has already arrived or that has no gradient to send."""
+        """Workers with a next request that takes no time: it has arrived or has no gradient."""
         self._in_until = self._out_until = 0.0
         """Times from which the server's link is free to receive and to send."""
 
@@ -98,7 +98,7 @@ class VirtualOrder:
         self._ready[rank] = math.inf
 
     def abandon(self, ranks: Collection[int]) -> bool:
-        """Stop waiting for new processes of lost workers.  Return True if one was expected."""
+        """Stop waiting for new processes of lost workers.  Return True if any was expected."""
         expected = [rank for rank in ranks if self._ready[rank] < math.inf]
         for rank in expected:
             self.leave(rank)
@@ -108,7 +108,7 @@ class VirtualOrder:
         return rank == SERVER_RANK or rank in self._is_here
 
     def _arrival(self, rank: int) -> float:
-        """Return when a worker's request arrives if it is the next request on the link."""
+        """Return the time at which a worker's request arrives if it is next on the link."""
         ready = self._ready[rank]
         if self._is_local(rank) or math.isinf(ready):
             return ready

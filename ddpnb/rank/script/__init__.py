@@ -1,1 +1,1 @@
-"""The functions of an exported script.  The kernel copies their source, but never imports them."""
+"""The functions of an exported script.  The kernel copies this source, but never imports it."""

@@ -21,7 +21,7 @@ StepFunction = Callable[[nn.Module, Tree], Tensor | Mapping[str, Any]]
 """Function that takes a model (or its wrapper) and a batch, and computes the batch's loss.
 
 The function returns the *mean* loss over the samples as a tensor of shape (), or a dict with this
-tensor as ``loss``. ddpnb averages other numbers in the dict over the samples, like the loss.
+tensor as ``loss``. Like the loss, other numbers in the dict are averaged over the samples.
 """
 
 Number = float | Tensor
@@ -60,12 +60,12 @@ class Task:
     optimizer: Callable[..., Any] | None = None
     """The cell's ``optimizer`` function. If None, ddpnb uses SGD with the comparison's options."""
     validation_step: Callable[[nn.Module, Tree], Number | Mapping[str, Number]] | None = None
-    """Function that measures a model on one held-out batch. ddpnb reports the mean over samples.
+    """Function that evaluates a model on one held-out batch. ddpnb reports the mean over samples.
 
     If the task has a ``metric``, this function may return outputs and targets for the metric.
     """
     metric: Callable[[Any, Any], Number | Mapping[str, Number]] | None = None
-    """Function that computes measures from all held-out outputs and targets."""
+    """Function that computes scores from all held-out outputs and targets."""
     has_loss: bool = True
     """True if the task defines the loss. False if ddpnb uses the default loss."""
     notes: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class Task:
 
     @property
     def has_measures(self) -> bool:
-        """True if the task defines its own measures of held-out samples."""
+        """True if the task defines its own scores for held-out samples."""
         return self.validation_step is not None or self.metric is not None
 
 

@@ -50,9 +50,9 @@ def every_step(num_steps: int, *, part: int, num_parts: int) -> Iterator[Shard]:
 class BatchSchedule:
     """The global batches of a run. Batches are the same on every rank and for every strategy.
 
-    With N ranks, the last n mod N of an epoch's n shuffled samples are left out. The epoch's last
-    batch may be smaller. If N does not divide the batch size, the last batch may have fewer than N
-    samples. A batch of fewer than N samples is left out, so that every shard has a sample.
+    If the N ranks cannot share an epoch's samples evenly, the last samples are left out. The
+    epoch's last batch may be smaller. A batch of fewer than N samples is left out, so that every
+    shard has a sample.
 
     Raises:
         UserError: The batch is smaller than the number of ranks or larger than the split.
@@ -157,7 +157,7 @@ def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _is_sequence(tree: Tree) -> bool:
-    """Return True if a tree is a tuple or list, except a list of strings."""
+    """Return True if a tree is a tuple or list, but not a list of strings."""
     if hasattr(tree, "_make"):  # a PackedSequence has a method ``to``, so it is a leaf
         return not hasattr(tree, "to")
     return type(tree) in (tuple, list) and not (tree and isinstance(tree[0], str | bytes))

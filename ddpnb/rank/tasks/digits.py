@@ -43,8 +43,8 @@ def model() -> nn.Module:
 
     With torch's default weights, the network learns too little in six epochs. The initial weights
     follow He et al., "Delving Deep into Rectifiers", ICCV 2015, and are multiplied by 0.8. Without
-    the factor 0.8, the loss is too sharp for stale gradients. The initial weights of the last layer
-    follow Glorot and Bengio, 2010.
+    the factor 0.8, the loss surface is too sharp for training with stale gradients. The initial
+    weights of the last layer follow Glorot and Bengio, 2010.
     """
     net = nn.Sequential(
         nn.Conv2d(1, 32, kernel_size=3, padding=1),

@@ -205,7 +205,7 @@ def prefetching(
 
 @final
 class _Fetched(Dataset[Any]):
-    """A data set with shards as items. A request of None only starts the process."""
+    """A data set with shards as items. If a request is None, it only starts the process."""
 
     def __init__(self, fetch: Callable[[Tensor], Tree]) -> None:
         self._fetch = fetch
