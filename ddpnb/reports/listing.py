@@ -65,8 +65,8 @@ def runs_table(runs: Sequence[StoredRun]) -> Table:
         rows=tuple(_run_row(repeats) for repeats in by_name.values()),
         notes=(
             "steps: number of steps, summed over all workers and repeats",
-            "To draw runs, enter %ddp_plot with their names. A name without the part before the "
-            "slash (ddp instead of race/ddp) means the latest run",
+            "To draw runs, enter %ddp_plot with their names",
+            "ddp instead of race/ddp means the latest run of ddp",
         ),
     )
 

@@ -14,14 +14,15 @@ if TYPE_CHECKING:
     import pandas as pd
 
 LINE = "1px solid rgba(128,128,128,.35)"
-CELL = "padding:.42em .5em;border:0;background:transparent;vertical-align:top;"
+CELL = "padding:.42em .35em;border:0;background:transparent;vertical-align:top;"
 STICKY = (
     "position:sticky;left:0;z-index:1;"
     "background:var(--jp-layout-color0,var(--vscode-editor-background,Canvas));"
 )
 """The style of the first column.  This column stays visible when you scroll to the right."""
 ROW_HEAD = f"{CELL}{STICKY}text-align:left;font-weight:600;"
-BROKEN = "min-width:13em;overflow-wrap:anywhere;white-space:normal;"
+BROKEN = "min-width:15em;overflow-wrap:anywhere;white-space:normal;"
+PROSE = BROKEN.replace("15em", "10em")
 TABLE = (
     "border-collapse:collapse;border:0;margin:0;font-variant-numeric:tabular-nums;"
     "color:inherit;font-size:.93em;line-height:1.35;table-layout:auto;"
@@ -149,8 +150,8 @@ def _row(columns: Sequence[Column], row: Sequence[Cell]) -> str:
     cells = f'<th scope="row" style="{head}">{_inner(row[0], below=True)}</th>'
     for column, cell in zip(columns[1:], row[1:], strict=True):
         side = "right" if column.is_number else "left"
-        is_broken = column.is_prose or len(cell.text) > MAX_CELL_CHARACTERS
-        wraps = BROKEN if is_broken else "white-space:nowrap"
+        is_long = len(cell.text) > MAX_CELL_CHARACTERS
+        wraps = PROSE if column.is_prose else BROKEN if is_long else "white-space:nowrap"
         inner = _inner(cell, below=column.is_number)
         cells += f'<td style="{CELL}text-align:{side};{wraps}">{inner}</td>'
     return f'<tr style="border-bottom:{LINE};background:transparent">{cells}</tr>'

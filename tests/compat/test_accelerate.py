@@ -52,7 +52,7 @@ def test_a_loop_of_accelerate_trains_also_after_a_failed_rank(run: Run, kernel: 
     cell = run("%%ddp\ntotal = torch.ones(1)\ntorch.distributed.all_reduce(total)\ntotal.item()")
     assert cell.by_rank == both("2.0")
     cell = kernel.run(LAUNCHED)
-    assert "call the training function itself, on all ranks." in cell.error_text
+    assert "call the training function directly, on all ranks." in cell.error_text
     assert not [line for line in cell.lines if line.endswith("] started")]
 
 

@@ -112,4 +112,4 @@ def test_its_notebook_strategies_are_refused_in_a_sentence(kernel: Kernel, name:
         f"%%ddp\nfrom lightning.fabric import Fabric\n"
         f"Fabric(accelerator='cpu', strategy={name!r}, devices=2).launch(print)"
     )
-    assert 'use strategy="ddp", devices=2;' in cell.error_text
+    assert 'use strategy="ddp", devices=2.' in cell.error_text

@@ -54,7 +54,7 @@ def folder(tmp_path, monkeypatch):
 def test_every_step_is_tried_whatever_the_others_do(folder):
     todo = [
         step("fails", "raise SystemExit(3)"),
-        step("hangs", HANGS, limit=1),
+        step("hangs", HANGS, limit=3),
         step("crashes", "import os; os.kill(os.getpid(), 11)"),
         step("passes", "print('<b>')"),
         step("skips", "print('SKIPPED [1] test_x.py:3: needs two CUDA GPUs, there are 1')"),
@@ -63,7 +63,7 @@ def test_every_step_is_tried_whatever_the_others_do(folder):
     outcomes = gpu_day.main(todo, 1, {"gpus": "one"})
     assert [each.state for each in outcomes] == [
         "failed: exit 3",
-        "failed: not within 1 s",
+        "failed: not within 3 s",
         "failed: died of SIGSEGV",
         "passed",
         "skipped: needs two CUDA GPUs, there are 1",
