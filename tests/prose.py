@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pandas
+
 from tests.lessons import SOLUTIONS, read
 
 ROOT = Path(__file__).parents[1]
@@ -34,14 +36,12 @@ LONGEST = 32
 
 
 def pages() -> Iterator[str]:
-    """Yield the text of every page, without code, formulas and link targets."""
     folders = (ROOT, ROOT / "docs", ROOT / "notebooks", ROOT / "benchmarks")
     for path in (path for folder in folders for path in sorted(folder.glob("*.md"))):
         yield _prose(path.read_text())
 
 
 def lessons() -> Iterator[str]:
-    """Yield the text of every Markdown cell of the lessons."""
     for path in SOLUTIONS:
         yield from (
             _prose(cell.source) for cell in read(path).cells if cell.cell_type == "markdown"
@@ -101,8 +101,4 @@ def _prose(text: str) -> str:
 
 
 if __name__ == "__main__":
-    table = {kind: profile(kind) for kind in KINDS}
-    print(f"{'per 1,000 words':28}", *(f"{kind:>11}" for kind in table), "  wanted")
-    for word, (low, high) in BOUNDS.items():
-        found = (f"{table[kind][word]:11.2f}" for kind in table)
-        print(f"{word:28}", *found, f"  {low:g} to {high:g}")
+    print(pandas.DataFrame({kind: profile(kind) for kind in KINDS} | {"wanted": BOUNDS}).round(2))

@@ -20,7 +20,6 @@ def chromium() -> Iterator[Browser]:
 
 @pytest.fixture(scope="package")
 def lab_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that JupyterLab serves."""
     return tmp_path_factory.mktemp("lab")
 
 

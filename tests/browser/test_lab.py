@@ -23,7 +23,6 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def folder(lab_folder: Path) -> Path:
-    """A folder that has the lesson without outputs."""
     made = lab_folder / "lesson"
     (made / "notebooks").mkdir(parents=True)
     (made / "data").mkdir()
@@ -39,7 +38,6 @@ def folder(lab_folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def lesson(chromium: Browser, lab_address: str, folder: Path) -> Iterator[Page]:
-    """The lesson, open in JupyterLab."""
     page = chromium.new_page(viewport={"width": 1366, "height": 768})
     open_notebook(page, lab_address, f"lesson/notebooks/{LESSON.name}")
     wait_for_kernel(page)
@@ -69,7 +67,6 @@ def figure_of(page: Page, cell: Locator) -> Locator:
 
 
 def command(page: Page, name: str, **arguments: object) -> None:
-    """Run one of JupyterLab's commands."""
     script = "([name, args]) => { window.jupyterapp.commands.execute(name, args) }"
     page.evaluate(script, [name, arguments])
 

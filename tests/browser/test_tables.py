@@ -27,7 +27,6 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
 
 @pytest.fixture
 def page(chromium: Browser) -> Iterator[Page]:
-    """An empty page that is as wide as an output."""
     page = chromium.new_page(viewport={"width": OUTPUT_PIXELS, "height": 900})
     yield page
     page.close()

@@ -95,7 +95,6 @@ def munge_options(folder: Path) -> list[str]:
 
 
 def jobs() -> set[str]:
-    """Return the numbers of the jobs that are queued or running."""
     return {*answer("squeue", "--noheader", "--format=%i").split()}
 
 

@@ -79,7 +79,6 @@ class TwoHosts:
         return call("ip", "netns", "exec", f"{self.prefix}{host}", *words)
 
     def processes(self, host: str) -> list[psutil.Process]:
-        """Return the host's processes, except sshd."""
         found = []
         for pid in call("ip", "netns", "pids", f"{self.prefix}{host}").split():
             with contextlib.suppress(psutil.NoSuchProcess):

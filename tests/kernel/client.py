@@ -92,7 +92,6 @@ class Cell:
 
     @property
     def text(self) -> str:
-        """All text in order: streams, displays, the exception."""
         parts = [o.get("text") or o.get("data", {}).get("text/plain", "") for o in self.outputs]
         return ANSI.sub("", "\n".join(parts)) + self.error_text
 
@@ -141,7 +140,6 @@ class Kernel:
         return self.cells[request]
 
     def wait(self, cell: Cell, *, timeout: float = 60.0) -> Cell:
-        """Wait until a cell ends, and return the cell."""
         began = time.monotonic()
         reply = self._reply(cell.request, timeout)
         for parent, kind, content in self.messages(timeout):
@@ -152,7 +150,6 @@ class Kernel:
         return cell
 
     def wait_for_text(self, cell: Cell, text: str, *, timeout: float = 30.0) -> None:
-        """Wait until a cell shows this text."""
         self.wait_until(lambda: text in cell.text, timeout=timeout)
 
     def wait_until(self, condition: Callable[[], bool], *, timeout: float = 30.0) -> None:
@@ -172,7 +169,6 @@ class Kernel:
         return self.wait(cell)
 
     def complete(self, code: str) -> list[str]:
-        """Return the completions that Tab offers at the end of ``code``."""
         return list(self._completions(code)["matches"])
 
     def inspect(self, code: str) -> str:
@@ -198,19 +194,16 @@ class Kernel:
 
     @property
     def processes(self) -> list[psutil.Process]:
-        """All live descendants of the kernel's process."""
         started = psutil.Process(self.manager.provisioner.pid).children(recursive=True)
         return [process for process in started if is_alive(process)]
 
     @property
     def run_folder(self) -> Path:
-        """The run folder of the kernel's cluster."""
         return Path(
             self.value("__import__('ddpnb').session.session.this_session()._cluster.folder")
         )
 
     def kill_and_restart(self) -> None:
-        """Kill the kernel by SIGKILL, restart it and load ddpnb."""
         self.manager.restart_kernel(now=True)
         self.client.wait_for_ready(timeout=60)
         self.run("%load_ext ddpnb")

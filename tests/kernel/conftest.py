@@ -62,6 +62,5 @@ if cluster is None or len(cluster.ranks) != 2 or cluster.living != cluster.ranks
 
 @pytest.fixture
 def bare_kernel(shared_kernel: Kernel) -> Kernel:
-    """The shared kernel without a cluster."""
     shared_kernel.run("%ddp_stop")
     return shared_kernel

@@ -50,7 +50,6 @@ def three_ranks(kernel_of_module: Kernel) -> Kernel:
 
 
 def cells_of(number: str, *, solved: bool) -> list[str]:
-    """Return the cell of an exercise and the cell that checks it."""
     (path,) = (NOTEBOOKS / "solutions" if solved else NOTEBOOKS).glob(f"0{number[0]}_*.ipynb")
     cells = [cell.source for cell in code_of(path) if "exercise" in cell.metadata.get("tags", ())]
     at = cells.index(f"%ddp_exercise {number}")

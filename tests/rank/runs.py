@@ -42,7 +42,6 @@ def train_job(state, folder, spec, stop_at=math.inf, stop_ranks=(0,)):
 
 
 def random_state() -> tuple[Any, ...]:
-    """Return the states of all global random number generators."""
     _, key, position, *_ = np.random.get_state()
     return random.getstate(), key.tolist(), position, torch.get_rng_state().tolist()
 

@@ -61,7 +61,6 @@ def ended_run(
 
 
 def stored(name: str = "digits-1/ddp", created: float = 1e9, **fields: Any) -> StoredRun:
-    """Return a stored run, as in the list of runs."""
     comparison, _, strategy = name.partition("/")
     given = {"run_id": name, "comparison_id": comparison, "task": "digits"} | fields
     return StoredRun(comparison=comparison, name=strategy, created=created, **given)

@@ -87,7 +87,6 @@ def test_a_relay_that_is_gone_is_noticed(router):
 
 @pytest.fixture
 def relay(router, tmp_path) -> "Iterator[subprocess.Popen[bytes]]":
-    """A real relay, with an agent on this host."""
     file = tmp_path / "place.json"
     file.write_text(json.dumps(router.place(name=f"test-{secrets.token_hex(8)}")))
     words = [sys.executable, "-m", "ddpnb.hosts.relay", str(file), "--a-word-of-a-launcher"]

@@ -13,7 +13,6 @@ Shown = list[tuple[list[int], Item]]
 
 
 def merged(*outputs: str) -> Shown:
-    """Merge the complete stdout of each rank."""
     merger = OutputMerger(tuple(range(len(outputs))))
     for rank, text in enumerate(outputs):
         merger.write(rank, "stdout", text)

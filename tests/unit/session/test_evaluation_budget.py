@@ -28,7 +28,6 @@ def judged(checked: Checked = CHECKED, num_ranks: int = 2, **changes) -> RunSpec
 
 
 def seconds(spec: RunSpec, checked: Checked = CHECKED) -> float:
-    """Return the seconds that the evaluations of a run take."""
     held_out, each = min(spec.eval_samples or 10_000, 5_000), min(spec.eval_samples or 2_000, 5_000)
     num = held_out + (spec.eval_samples or 10_000) + (spec.num_points - 1) * each
     return num * checked.seconds_per_judged

@@ -34,7 +34,6 @@ from tests.programs import python
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A run folder that this process holds."""
     made = private_folder()
     with hold(made):
         yield made
