@@ -1,8 +1,8 @@
 """Compare data-parallel training strategies from a notebook.  (Kernel and ranks.)
 
 In a notebook, ``%load_ext ddpnb`` loads the magics.  The functions of this package do the same
-as the magics.  Importing the package imports neither torch nor matplotlib.  Public names are
-imported when you use them for the first time, in the kernel or on a rank.
+as the magics.  Importing the package imports neither torch nor matplotlib.  Each public name is
+imported when the kernel or a rank uses the name for the first time.
 """
 
 import importlib
@@ -77,7 +77,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Look up a public name, in the kernel or on a rank (PEP 562)."""
+    """Import a public name that the kernel or a rank uses for the first time (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"module 'ddpnb' has no attribute {name!r}")
     engine = sys.modules.get("ddpnb.rank.engine")

@@ -54,7 +54,7 @@ def start(n: int | None = None, **choices: Any) -> Table:
     already running, ddpnb uses that cluster unchanged.
 
     Args:
-        n: number of ranks.  Default: one rank per GPU, or up to four ranks on the CPU's cores.
+        n: number of ranks.  Default: one rank per GPU; without GPUs, up to four ranks on the CPU.
         **choices: as listed.
 
     Returns:
@@ -212,7 +212,7 @@ def compare(
     """Train strategies on the same task and compare them live.  Same as ``%%ddp_compare``.
 
     Example: ``ddpnb.compare("ddp", "async", task="digits")``.  To train another model, pass your
-    functions: ``model=Net, data=load``.  ddpnb also sends all names that these functions use.
+    functions: ``model=Net, data=load``.  ddpnb also sends everything that these functions use.
 
     Args:
         *strategies: names of strategies, such as ``"ddp"``, or ``"ddp:hook=fp16"`` with an option.
@@ -227,8 +227,8 @@ def compare(
         comparison, with ``.wait()``, ``.interrupt()`` and ``.result``.
 
     Raises:
-        UserError: a choice is not possible.  No strategy has been trained.
-        RankError: a strategy failed.  The other strategies have been trained.
+        UserError: a choice is not possible, so ddpnb has not trained any strategy.
+        RankError: a strategy failed.  ddpnb has trained the other strategies.
     """
     functions = NotebookFunctions.of(choices)
     if functions is not None and source:
@@ -401,7 +401,7 @@ def last_trace() -> TraceResult:
 def inspect(
     model: str = "", *, source: str = "", run: str = "", **choices: Any
 ) -> DdpInspection | AsyncInspection:
-    """Measure each part of a training step of DDP.  Same as ``%ddp_inspect``.
+    """Measure each part of a DDP training step.  Same as ``%ddp_inspect``.
 
     Example: ``ddpnb.inspect("model", batch="x", loss="f(output, y)")``.  ddpnb measures copies, so
     models, gradients, optimizers and random numbers stay unchanged.

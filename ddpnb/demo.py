@@ -12,9 +12,9 @@ def main(folder: str = "demo") -> None:
     """Run three comparisons of the first lesson, print their tables and save them.
 
     Args:
-        folder: the folder that gets the results of eight emulated V100 GPUs: ``comparison.html``,
-            ``.png`` and ``.runs.csv``.  The folder ``network/`` gets the results over a slow
-            network, and ``cores/`` gets the results of two ranks on this machine's cores.
+        folder: the folder for the results of eight emulated V100 GPUs: ``comparison.html``,
+            ``.png`` and ``.runs.csv``.  Its subfolder ``network/`` is for results over a slow
+            network, and ``cores/`` is for results of two ranks on this machine's cores.
     """
     start = time.monotonic()
     try:

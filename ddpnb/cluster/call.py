@@ -1,6 +1,6 @@
 """A call that runs on several ranks, and the timeouts of calls (kernel).
 
-All results and output of a call arrive in one queue, in order.
+The results and the output of a call arrive in order, in one queue.
 """
 
 import math
@@ -127,7 +127,7 @@ class Timeouts:
     tick_seconds: float = 0.05
     """Maximum time to wait for a call's next event.  ddpnb redraws the display after each wait."""
     abort_after_failure_seconds: float = 0.3
-    """Time between the latest failure or end of a rank and the release of the other ranks.
+    """After a rank fails or ends, ddpnb waits for this time before it releases the other ranks.
 
     ddpnb waits because the other ranks may be about to fail too.
     """
@@ -139,7 +139,7 @@ class Timeouts:
     abort_after_interrupt_seconds: float = 0.3
     """Time between an interrupt and the release of a rank from its collective."""
     interrupt_again_after_seconds: float = 1.2
-    """Time between a release and the next interrupt, because code may catch the first interrupt."""
+    """Time between a release and the next interrupt.  Code may catch the first interrupt."""
     kill_after_seconds: float = 10.0
     """Time after which ddpnb kills a rank if interrupts and releases have not stopped the rank."""
     poll_seconds: float = 0.8
@@ -147,7 +147,7 @@ class Timeouts:
     hang_after_seconds: float = 2.0
     """Time for which idle ranks must wait for each other before the call counts as a hang."""
     longest_gap_seconds: float = 1.0
-    """If two reports are further apart than this, only this time counts as waiting.  A laptop may
-    have slept in between, or a report may have arrived late on a busy machine."""
+    """Maximum time between two reports that counts as waiting.  The reports may be further apart,
+    because a laptop has slept or because a report has arrived late on a busy machine."""
     silent_after_seconds: float = 10.0
     """Time after which ddpnb tells the user that a rank does not report its position."""

@@ -24,10 +24,10 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 
 ASK_AGAIN_SECONDS = 2.0
-"""Time after which ddpnb asks again if a new engine has not answered.  The controller drops
-messages to an engine that is not connected yet."""
+"""If a new engine has not answered within this time, ddpnb asks the engine again.  The controller
+drops messages to an engine that is not connected yet."""
 CONNECT_SECONDS = 20.0
-"""Time after which ddpnb creates another client if the controller does not answer a new client."""
+"""If the controller does not answer a new client within this time, ddpnb creates another client."""
 LOOK_AGAIN_SECONDS = 3.0
 """If no new engine appears within this time, ddpnb lists the engines again with a new client.  The
 controller does not report an engine that registers while the client connects."""
@@ -71,7 +71,7 @@ class EngineClient:
         return call
 
     def lose(self, rank: int, cause: str) -> None:
-        """Tell all calls on a rank that the rank has ended, so that they stop waiting."""
+        """Tell all calls on a rank that the rank has ended, so that the calls stop waiting."""
         for call in self._calls:
             if rank in call.ranks:
                 call.lose(rank, cause)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SIGNAL_SECONDS = 1.0
 """Maximum time that a new call waits until earlier interrupts have been sent."""
 FREE_SECONDS = 10.0
-"""Maximum time to wait until ranks stop forming a group, for example after a rank has died."""
+"""Maximum time to wait until ranks stop forming a group, for example because a rank has died."""
 FREE_AGAIN_SECONDS = 0.5
 
 
@@ -46,7 +46,7 @@ class Cluster:
         self.home = home
         """The working folder in which cells start, on every rank."""
         self.work_folder = home
-        """The notebook's working folder.  The next call changes the ranks to this folder."""
+        """The notebook's working folder.  The ranks change to this folder before the next call."""
         self.timeouts = Timeouts()
         """The timeouts of supervised calls.  Tests may replace the timeouts at any time."""
         self.states: tuple[RankState, ...] = ()
@@ -82,7 +82,7 @@ class Cluster:
 
         Raises:
             UserError: the hosts cannot run this cluster.
-            RuntimeError: a process failed.  The message ends with the process's log.
+            RuntimeError: a process failed.  The error's message ends with the log of the process.
         """
         home = working_folder()
         cluster = cls(spec, private_folder(), home)
@@ -159,7 +159,7 @@ class Cluster:
     def submit(self, request: Request[Any], ranks: Sequence[int]) -> Call:
         """Start a call on some ranks and return at once.
 
-        Raises UserError if one of the ranks has died, or the cluster is unusable.
+        Raises UserError if one of the ranks has died, or if the cluster is unusable.
         """
         self.require(ranks)
         sent, self._interrupts = self._interrupts, []
@@ -203,7 +203,7 @@ class Cluster:
             self._aborts[rank] = self.processes.command(rank, RankCommand.ABORT, peers)
 
     def ensure_group(self, *, is_checked: bool = False) -> dict[StaleVariable, list[int]]:
-        """Form a new process group, unless a usable group has the same ``is_checked``.
+        """Form a new process group unless the old group is usable and has the same ``is_checked``.
 
         While a rank is dead, no group is formed, and the ranks continue without a group.  If
         ``is_checked``, torch compares the ranks' collectives at each call.
@@ -226,7 +226,7 @@ class Cluster:
             self._free(call)
             if not isinstance(error, RuntimeError | TimeoutError):
                 raise
-            if self.living != self.ranks:  # a rank died: go on without a group, as above
+            if self.living != self.ranks:  # a rank died: continue without a group
                 return {}
             raise UserError(
                 f"The ranks could not form a process group: {error}. Run the cell again to retry, "
@@ -316,7 +316,7 @@ class Cluster:
             client.lose(rank, str(exit_))
 
     def raise_if_dead(self) -> None:
-        """If a process exited during startup, raise RuntimeError with the end of its log."""
+        """Raise RuntimeError with the end of a process's log if this process exited at startup."""
         prepared = self.processes.prepared
         if prepared.done() and (cause := prepared.exception()):
             raise RuntimeError(f"The ranks could not be prepared: {cause}")

@@ -10,7 +10,7 @@ from ddpnb.protocol.processes import RankStatus
 NUM_AT_FULL_RATE = 32
 """If a call has more ranks than this, each rank is polled less often."""
 IDLE_SHARE = 0.2
-"""Maximum CPU seconds that an idle rank uses per second.  A rank that sends data uses more time."""
+"""Maximum share of a CPU core that an idle rank uses.  A rank that sends data uses more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,15 +87,15 @@ class HangDetector:
 
 
 def rarity(num_ranks: int) -> float:
-    """Return the factor that lengthens the time between reports if there are many ranks."""
+    """Return the factor by which the time between reports is longer because of many ranks."""
     return max(1.0, num_ranks / NUM_AT_FULL_RATE)
 
 
 def still_wait(before: Sequence[RankStatus], now: Sequence[RankStatus], seconds: float) -> bool:
-    """Return True if no rank has left its collective call in the last ``seconds``.
+    """Return True if all ranks have waited in their collective calls for the last ``seconds``.
 
-    Each rank must have used hardly any CPU time during the wait.  Return False if a rank computes,
-    loads data or sleeps outside a collective, or if a slow network still transfers data.
+    A rank waits only if the rank has used hardly any CPU time.  Return False if a rank is outside a
+    collective (it computes, loads data or sleeps), or if a slow network still transfers data.
     """
     fields = ("call", "file", "line", "num_collectives", "num_bytes_between_hosts")
     earlier = {status.rank: status for status in before}

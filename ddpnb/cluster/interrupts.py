@@ -26,7 +26,7 @@ class _SigintHandler:
     is_supervising = False
     is_interrupted = False
     raises_from = 0.0
-    """The value of ``time.monotonic()`` from which interrupts in a cell's code are raised."""
+    """From this value of ``time.monotonic()`` on, interrupts in a cell's code are raised."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.is_supervising and not self.is_interrupted:
@@ -37,7 +37,7 @@ class _SigintHandler:
 
 
 def in_cell(frame: FrameType | None) -> bool:
-    """Return True if a cell's code called the frame; always True outside of IPython."""
+    """Return True if a cell's code called the frame, or if this process does not run IPython."""
     shell = get_ipython()
     while shell is not None and frame is not None and frame.f_globals is not shell.user_ns:
         frame = frame.f_back
@@ -59,7 +59,7 @@ def noted_interrupts() -> Iterator[Callable[[], bool]]:
         return
     _handler.is_interrupted, _handler.raises_from = False, 0.0
     _handler.is_supervising = True
-    signal.signal(signal.SIGINT, _handler)  # at each call: ipykernel sets its own at each cell
+    signal.signal(signal.SIGINT, _handler)  # again at each call, because ipykernel replaces it
     try:
         yield lambda: _handler.is_interrupted
     finally:

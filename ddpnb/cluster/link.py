@@ -36,11 +36,11 @@ Member = int | Service
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exit:
-    """How a process of the cluster ended."""
+    """The way in which a process of the cluster ended."""
 
     member: Member
     code: int | None
-    """The exit code, or minus the number of the signal that ended the process.  None if unknown."""
+    """The exit code.  Minus the signal's number if a signal ended the process.  None if unknown."""
     cause: str = ""
     """A text such as ``"could not be started"`` if the start failed or the host was lost."""
     log: str = ""
@@ -48,7 +48,7 @@ class Exit:
 
     @property
     def last_words(self) -> str:
-        """The last lines of the log, or the first lines of the crash report if the log has one."""
+        """The first lines of the log's crash report.  Without a report, the log's last lines."""
         lines = self.log.splitlines()
         crash = next((n for n, line in enumerate(lines) if line.startswith(CRASH)), None)
         first = -LAST_LINES if crash is None else max(0, crash - BEFORE_CRASH)

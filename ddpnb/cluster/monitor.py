@@ -31,7 +31,7 @@ class Monitor:
     def hang(self, call: Call, finished: Mapping[int, int], now: float) -> Hang | None:
         """Return where and why the ranks of a call hang, or None if no hang has been detected.
 
-        ``finished`` maps each rank that has finished the call to its number of collectives.
+        ``finished`` maps each rank that has finished the call to the rank's number of collectives.
         """
         passed = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now

@@ -1,4 +1,4 @@
-"""The results, failures and dead ranks of a call so far (kernel)."""
+"""Collects the results, failures and dead ranks of a call (kernel)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -50,7 +50,7 @@ class Outcome:
         return {rank: r.num_collectives for rank, r in reports if isinstance(r, CellReport)}
 
     def is_waited_for(self, now: float, seconds: float) -> bool:
-        """Return True if a rank failed, and no rank has ended in the last ``seconds``.
+        """Return True if a rank has failed and no rank has ended in the last ``seconds``.
 
         The ranks that are still running may be waiting for the failed rank.
         """

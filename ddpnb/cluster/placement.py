@@ -52,7 +52,7 @@ class ClusterSpec:
 
     @property
     def is_on_cpu(self) -> bool:
-        """True if the ranks run on CPUs even if this machine has GPUs."""
+        """True if the ranks run on CPUs on every machine, including machines with GPUs."""
         return self.device == "cpu" or bool(self.devices)
 
     def __post_init__(self) -> None:
@@ -114,7 +114,7 @@ class Placement:
     host_of: tuple[int, ...]
     """For each rank, the index of its host in ``hosts``.  The first ranks run on the first host."""
     master_port: int
-    """The port on the first host to which all ranks connect if there are several hosts."""
+    """If there are several hosts, all ranks connect to this port of the first host."""
 
     @property
     def num_ranks(self) -> int:

@@ -123,7 +123,7 @@ class Processes(abc.ABC):
         """
 
     def prepare(self, rank: int) -> None:  # noqa: B027  optional for subclasses
-        """Prepare a rank's host to start the rank; needed if the host may have been lost."""
+        """Prepare a rank's host, which may have been lost, to start the rank."""
 
     def stop(self) -> None:
         """End every process of the cluster, and wait until all have ended; may be called twice."""
@@ -183,7 +183,7 @@ class LocalProcesses(Processes):
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float, what: str) -> None:
-    """Wait until ``is_so()``; after ``seconds``, raise a TimeoutError that begins with ``what``."""
+    """Wait until ``is_so()`` is true; raise TimeoutError with ``what`` after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not is_so():
         if time.monotonic() > deadline:
@@ -192,7 +192,7 @@ def wait_until(is_so: Callable[[], bool], seconds: float, what: str) -> None:
 
 
 def wait_for_file(path: Path, while_waiting: Callable[[], None]) -> None:
-    """Wait until a file exists and contains complete JSON; raise TimeoutError if this takes long.
+    """Wait until a file contains complete JSON; raise TimeoutError if this takes too long.
 
     ``while_waiting`` is called repeatedly, and can raise an error to end the wait.
     """

@@ -45,7 +45,7 @@ class RankRecovery:
     _starting: set[int] = field(default_factory=set)
     _calls: dict[int, Call] = field(default_factory=dict)
     _killed: set[int] = field(default_factory=set)
-    """Ranks that were killed because of ``--kill``, after they had sent all their events."""
+    """Ranks that ``--kill`` has killed.  These ranks had already sent all their events."""
     _dead: set[int] = field(default_factory=set)
     _training_again: set[int] = field(default_factory=set)
 

@@ -1,1 +1,1 @@
-"""All code that uses other libraries' private parts, with a probe for each.  (Every process.)"""
+"""All code that uses private parts of libraries, with a probe for each part.  (Every process.)"""

@@ -22,7 +22,7 @@ class Namespace:
 
 
 def use_namespace(pickler: cloudpickle.Pickler, variables: dict[str, Any], get: Any) -> None:
-    """Make unpickled functions use the dict ``get()`` as globals, instead of ``variables``.
+    """Make unpickled functions use the dict from ``get()`` as globals instead of ``variables``.
 
     Otherwise cloudpickle would create new globals for the functions.  The globals that a function
     uses are pickled with the function and written into the dict that ``get()`` returns.
@@ -33,7 +33,7 @@ def use_namespace(pickler: cloudpickle.Pickler, variables: dict[str, Any], get: 
 
 @Probe("cloudpickle", "a pushed function cannot use the ranks' variables")
 def shares_globals() -> bool:
-    """Return True if functions can get other globals when they are unpickled."""
+    """Return True if functions can get other globals during unpickling."""
     file, variables = BytesIO(), {"__name__": "__main__"}
     pickler = cloudpickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
     pickler.globals_ref[id(variables)] = Namespace(partial(dict, tried=True))

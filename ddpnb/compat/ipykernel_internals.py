@@ -1,8 +1,8 @@
 """Uses private parts of ipykernel and IPython.  (Ranks.)
 
-C code and child processes write to a stream's file descriptor, and a thread of ipykernel reads it.
-This module can wait until this thread has forwarded all text.  Text that the thread forwards after
-the end of a cell would not appear in the cell.
+C code and child processes write text to a stream's file descriptor.  A thread of ipykernel reads
+and forwards this text.  This module can wait until this thread has forwarded all text.  Text that
+the thread forwards after the end of a cell would not appear in the cell.
 """
 
 import contextlib

@@ -31,7 +31,7 @@ ProcessGroup: Any = dist.ProcessGroup
 
 @Probe("torch", "only `--check` can compare the ranks' calls before they run")
 def intercepts_collectives() -> bool:
-    """Return True if ddpnb can replace ``ProcessGroup``'s methods and torch's kernels for them."""
+    """Return True if ddpnb can replace ``ProcessGroup``'s methods and the collectives' kernels."""
     if not hasattr(torch.library.Library, "impl") or not hasattr(ProcessGroup, "unbox"):
         return False
     if not hasattr(ProcessGroup, "_get_backend"):
@@ -156,7 +156,7 @@ def lone_group() -> Any:
 
 
 def future_of(work: Any) -> Any:
-    """Return the future of a ``Work``.  In gloo's reduce-scatter, a thread completes the future."""
+    """Return a ``Work``'s future.  For gloo's reduce-scatter, a thread completes a new future."""
     try:
         return work.get_future()
     except RuntimeError:
@@ -213,7 +213,7 @@ def records_collectives() -> bool:
 def pending_collective(
     since_ns: int, *, seconds_on_gpu: float | None = None
 ) -> PendingCollective | None:
-    """Return the oldest collective that has begun on this rank after ``since_ns`` but not ended.
+    """Return the oldest collective that began on this rank after ``since_ns`` and has not ended.
 
     If ``seconds_on_gpu`` is given, ignore collectives that began less than this number of seconds
     ago, and collectives that the GPU has not started.  With ``TORCH_NCCL_ENABLE_TIMING``, an NCCL

@@ -30,7 +30,7 @@ REPORT_SECONDS = 2.0
 STOP_SECONDS = 60.0
 """Maximum seconds to wait until a launcher has ended its programs."""
 STRICT = {"TRAITLETS_APPLICATION_RAISE_CONFIG_FILE_ERROR": "1"}
-"""Environment that makes a profile's errors fatal.  By default, traitlets ignores the profile."""
+"""Makes errors in a profile fatal.  By default, traitlets ignores a profile that has errors."""
 
 
 class LaunchedHosts:

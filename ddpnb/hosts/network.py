@@ -38,7 +38,7 @@ def interfaces() -> dict[str, list[str]]:
 
 def address_of_ssh() -> str:
     """Return the address over which ssh reached this host; without ssh, the loopback address."""
-    parts = os.environ.get("SSH_CONNECTION", "").split()  # in a batch job, maybe another host's
+    parts = os.environ.get("SSH_CONNECTION", "").split()  # a batch job may inherit it
     address = parts[2].removeprefix("::ffff:") if len(parts) == 4 else ""
     is_own = any(address in found for found in interfaces().values())
     return address if is_own else "127.0.0.1"
@@ -88,7 +88,7 @@ def free_ports(address: str, num: int) -> list[int]:
 
 
 def probe(others: Sequence[tuple[str, int]]) -> tuple[int, str] | None:
-    """Connect to addresses; return the index and the error of the first failure, or None."""
+    """Connect to addresses; return the first failure's index and error, or None if all answer."""
     for number, address in enumerate(others):
         try:
             socket.create_connection(address, PROBE_SECONDS).close()

@@ -2,7 +2,7 @@
 
 The fork server on the kernel's host starts only the controller.  Each host has an agent and a
 relay.  The agent is the fork server of the host's ranks.  The relay connects the agent to the
-kernel.  The kernel's own host counts as an ordinary host, and so does a second ssh name of a host.
+kernel.  The kernel's host is treated like others.  Two ssh names of one host count as two hosts.
 """
 
 import json

@@ -6,7 +6,7 @@ the keys from standard input, or from the file named by its first argument.  ZMQ
 the relay, not in the agent, because the agent forks.
 
 When the connection to the kernel is lost, the relay closes the agent's pipe, so that the ranks end.
-When the agent ends, the relay kills the agent's remaining processes and removes its run folder.
+When the agent ends, the relay kills the agent's other processes and removes the run folder.
 """
 
 import contextlib
@@ -33,13 +33,13 @@ from ddpnb.protocol.processes import PIPE_SECONDS, RUN_FOLDER, limit_waits, pare
 SHARED_SECONDS = 10.0
 """Maximum seconds to wait until a file from another host appears on a shared disk."""
 END_SECONDS = 10.0
-"""Maximum seconds to wait for an agent to end its ranks after its pipe is closed."""
+"""Maximum seconds to wait for an agent to end its ranks after the agent's pipe is closed."""
 TASK_VARIABLES = (
     *("OMPI_", "PMIX_", "PMI_"),
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
     *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP"),
 )
-"""The prefixes of variables that would make libraries treat a rank as a task of the launcher."""
+"""Prefixes of environment variables that make libraries treat a rank as a task of the launcher."""
 
 
 def run(place: dict[str, Any], kernel: "zmq.Socket[bytes]") -> bool:

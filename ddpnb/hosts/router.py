@@ -1,4 +1,4 @@
-"""The router: a thread that connects the socket of all relays to the agents' pipes (kernel)."""
+"""The router: a thread that forwards frames between the kernel's pipes and the relays (kernel)."""
 
 import hmac
 import json
@@ -49,11 +49,11 @@ class RemoteHost:
     link: ForkServerLink = field(init=False)
     """The connection to the host's agent."""
     report: dict[str, Any] = field(default_factory=dict)
-    """The agent's report; ``clock`` is the number of seconds by which the host's clock is ahead."""
+    """The agent's report.  ``clock`` is the host's clock minus the kernel's clock, in seconds."""
 
 
 class Router:
-    """Accepts relays that have the token, and connects a pipe to the agent of each relay."""
+    """Accepts relays that have the token, and gives the kernel a pipe to each relay's agent."""
 
     def __init__(self, endpoint: str) -> None:
         self.relays: dict[str, Relay] = {}

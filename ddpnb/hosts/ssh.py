@@ -42,7 +42,7 @@ python={python}
 [ -n "$python" ] || {{ python={same}; [ -x "$python" ] || python=python3; }}
 "$python" -m ddpnb.hosts.relay
 """
-"""Script for a host's shell that starts the relay and then removes the sockets left by sshd."""
+"""Shell script that starts the relay on a host and then removes the sockets that sshd has left."""
 REASONS = (
     (
         "REMOTE HOST IDENTIFICATION HAS CHANGED",

@@ -7,7 +7,7 @@ import zmq
 LOST_MS = 15_000
 """Milliseconds until a connection without heartbeats counts as lost.  ZMQ sends heartbeats."""
 COME_MS = 15_000
-"""Maximum milliseconds to set up a connection, because unknown processes may try to connect."""
+"""Maximum milliseconds to set up a connection; needed because unknown processes may connect."""
 
 NUM_SOCKETS = 12
 """Number of sockets or ports that the controller opens for engines.  ipyparallel needs eight."""
@@ -27,7 +27,7 @@ class Word(bytes, Enum):
 
 
 def keep_alive(end: "zmq.Socket[bytes]", lost_ms: int) -> None:
-    """Make ZMQ notice a lost connection, and queue any number of messages."""
+    """Make ZMQ notice lost connections, and let ZMQ queue any number of messages."""
     end.heartbeat_ivl, end.heartbeat_timeout, end.heartbeat_ttl = lost_ms // 3, lost_ms, lost_ms
     end.handshake_ivl = COME_MS
     end.sndhwm = end.rcvhwm = 0

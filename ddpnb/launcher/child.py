@@ -17,7 +17,7 @@ Frame = dict[str, Any]
 
 
 def run_child(main: Callable[[], None]) -> NoReturn:
-    """Run ``main`` in a forked child process as in a new process, then exit."""
+    """Run ``main`` in a forked child with the signal handlers of a new process, then exit."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)

@@ -15,7 +15,7 @@ from ddpnb.launcher.child import redirect_output
 from ddpnb.protocol.processes import die_with_parent, process_log
 
 QUICK_MILLISECONDS = 25
-"""Milliseconds between heartbeats while ranks start, because engines register on heartbeats."""
+"""Milliseconds between heartbeats while ranks start.  Engines can register only on a heartbeat."""
 QUICK_SECONDS = 10.0
 """Seconds for which the controller sends quick heartbeats."""
 
@@ -36,7 +36,7 @@ class LocalController(IPController):  # type: ignore[misc]  # has no type hints
         return f"{address}:{port}"
 
     def init_hub(self) -> None:
-        """Make the hub ignore copies of calls, results and output, because it does not store them.
+        """Make the hub ignore copies of calls, results and output, which the hub does not store.
 
         With many ranks, reading these copies would take half of the controller's time.
         """

@@ -54,7 +54,7 @@ STOP_TIMEOUT_SECONDS = 3.0
 WRITE_SECONDS = 0.1
 """Maximum seconds to send a message, so that a suspended rank cannot block the fork server."""
 READ_SECONDS = 5.0
-"""Maximum seconds to receive a rank's answer after its first bytes have arrived."""
+"""Maximum seconds to receive a rank's answer after the first bytes of the answer have arrived."""
 LOG_BYTES = 16_384
 """Maximum number of bytes of a log that the kernel receives when a process has ended."""
 
@@ -84,7 +84,7 @@ class Forkserver:
         }
 
     def run(self, controller_arguments: list[str]) -> None:
-        """Serve the kernel until it ends.  Without arguments, start no controller."""
+        """Serve the kernel until it ends.  Without ``controller_arguments``, run no controller."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         try:

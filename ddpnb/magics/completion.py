@@ -165,7 +165,7 @@ Offered = tuple[str, Iterable[str]]
 
 
 def values(words: Sequence[str], prefix: str) -> Offered | None:
-    """Return the values of an option at the end of a line; None if ddpnb cannot list them."""
+    """Return the values of the option that ends a line; None if ddpnb cannot list the values."""
     match words[-1]:
         case "--profile":
             return "profile", profiles()

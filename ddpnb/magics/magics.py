@@ -347,8 +347,8 @@ class DdpMagics(Magics):
         The result shows DDP's buckets, and each rank's forward pass, backward pass, all-reduces and
         update on one timeline.  ddpnb measures a copy, so the model, its gradients and the random
         numbers stay unchanged.  Without a model, ddpnb inspects ``--task``, the cell's task or the
-        task of the last comparison.  ``--run race`` shows which versions of the parameters were
-        read and updated by the workers of a stored ``async`` run.
+        task of the last comparison.  ``--run race`` shows which versions of the parameters the
+        workers of a stored ``async`` run read and updated.
         """
         choices = vars(arguments(self.ddp_inspect, line, unquote=True))
         source = f"# %%ddp_inspect {line}\n{cell}" if cell.strip() else ""
@@ -361,10 +361,10 @@ class DdpMagics(Magics):
     @argument("--run", metavar="NAME", default="", help="stored comparison for the calibration")
     @line_magic
     def ddp_predict(self, line: str) -> Any:
-        """Predict throughput on other numbers of ranks and other networks.
+        """Predict throughput for other numbers of ranks and other networks.
 
-        Example: ``%ddp_predict --ranks 1,8,1024 --link 100GbE``.  ddpnb calibrates on a stored
-        comparison that has ``single`` and ``no-comm`` (by default the latest).  All formulas are in
+        Example: ``%ddp_predict --ranks 1,8,1024 --link 100GbE``.  ddpnb calibrates on the latest
+        stored comparison with ``single`` and ``no-comm``, or on ``--run``.  All formulas are in
         docs/prediction-error.md.
         """
         return api.predict(**vars(arguments(self.ddp_predict, line)))

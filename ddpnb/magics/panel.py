@@ -111,7 +111,7 @@ class Panel:
 
     def _refresh(self, _: Any = None) -> None:
         """Update the number of ranks and the shown cell; highlight the button to press next."""
-        is_training = this_session().comparison is not None  # no button is disabled: focus stays
+        is_training = this_session().comparison is not None  # enabled buttons keep the focus
         self.run.button_style = "" if is_training else "primary"
         self.stop.button_style = "danger" if is_training else ""
         num_ranks = this_session().num_ranks
@@ -158,7 +158,7 @@ class Panel:
         self._say(text, role="alert")
 
     def _say(self, text: str, *, role: str = "status") -> None:
-        """Show a line of status that a screen reader reads aloud."""
+        """Show a status line that a screen reader reads aloud."""
         style = "white-space:pre-wrap;line-height:1.5"
         self.status.value = f'<div role="{role}" style="{style}">{escape(text)}</div>'
 

@@ -101,7 +101,7 @@ clean_up = RankCall[[], None]("clean_up")
 # -- looking inside ------------------------------------------------------------------------
 
 digests = RankCall[[Sequence[str]], RankReplica]("digests")
-"""Return digests of this rank's variables with these names, or of all models if none is named."""
+"""Return digests of this rank's variables with these names.  Without names, digest all models."""
 elements = RankCall[[Collection[int], str, Part, str, Sequence[int]], NDArray[Any] | None](
     "elements"
 )

@@ -39,7 +39,7 @@ class Messages(NamedTuple):
 
 
 class Algorithm(NamedTuple):
-    """The algorithm of a collective, with formulas of N, L, B and K that users also see."""
+    """The algorithm of a collective.  Its formulas of N, L, B and K are also shown to users."""
 
     name: str
     messages: str
@@ -116,15 +116,15 @@ GLOO: Mapping[str, Algorithm] = {
         _ALL_REDUCE_BYTES,
     ),
 }
-"""Gloo's algorithms that differ from ``COLLECTIVES``, confirmed by counting bytes on sockets."""
+"""Gloo's algorithms that differ from ``COLLECTIVES``.  Byte counts on sockets confirm them."""
 
 DOUBLE_TREE = Algorithm(
     "double tree: each tree sends half of the bytes, in parts", "2 L", "2 B", _ALL_REDUCE_BYTES
 )
-"""NCCL's all-reduce with double trees.  On average, a rank sends the same bytes as in a ring."""
+"""NCCL's double-tree all-reduce.  On average, ranks send the same number of bytes as in a ring."""
 
 BEST = "best"
-"""The name of the faster algorithm, ring or double tree.  NCCL chooses it by the message size."""
+"""The name for the faster algorithm, ring or double tree.  NCCL chooses by the message size."""
 
 
 def algorithm_of(name: str, backend: str = "") -> Algorithm | None:

@@ -19,12 +19,12 @@ from ddpnb.protocol.notation import LINKS, SECONDS, LinkSpec, parse_link, parse_
 
 MAX_DEVICES = 64
 FORWARD_SHARE = 1 / 3
-"""The share of the compute time that the forward pass takes, with half as many matrix products as
-the backward pass (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1)."""
+"""The forward pass's share of the compute time.  This pass has half as many matrix products as the
+backward pass (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1)."""
 
 
 class Compute(NamedTuple):
-    """The seconds that a device needs for a model's forward and backward pass, or for a step."""
+    """The time that a device needs for a forward and a backward pass, or for a step, in seconds."""
 
     per_sample: float
     fixed: float = 0.0
@@ -64,13 +64,13 @@ CARDS: Mapping[str, LinkSpec] = {
 DDP_SECONDS_PER_TENSOR = 19e-6
 """Seconds per tensor that DDP adds to a step of a model without a published ``ddp_seconds``."""
 REPLICA_SECONDS_PER_TENSOR = 29e-6
-"""Seconds per tensor to call one DataParallel replica in Python.  The threads take turns."""
+"""Seconds per tensor to call one DataParallel replica in Python.  Replicas' threads take turns."""
 
 HOST_LINK = LINKS["InfiniBand-EDR"]
 """The default link between hosts."""
 
 CORE_LINK = LinkSpec(bits_per_second=12e9, latency_seconds=50e-6)
-"""The default link between devices with a core's speed.  It is about as fast as gloo in a host."""
+"""The default link between devices without a card.  The link is about as fast as gloo in a host."""
 
 _USUAL_LINKS = (CORE_LINK, *CARDS.values())
 
@@ -157,7 +157,7 @@ class Devices:
         return -(-self.num // self.num_hosts)
 
     def link_between(self, ranks: Collection[int]) -> LinkSpec:
-        """Return the link between ranks.  Across hosts, use the slower values of both links."""
+        """Return the link between ranks.  Between hosts, use the slower values of the two links."""
         if len({rank // self.num_per_host for rank in ranks}) < 2:
             return self.device_link
         return slower_of(self.device_link, self.host_link)

@@ -102,9 +102,9 @@ class RunHeader:
     num_samples: int
     """The number of training samples that all workers together will see."""
     num_ranks: int = 0
-    """The number of ranks that report steps.  0 means equal to the number of workers."""
+    """The number of ranks that report steps.  0 means the same number as ``num_workers``."""
     num_devices: int = 0
-    """The number of GPUs or CPU shares that are used.  0 means equal to the number of workers."""
+    """The number of GPUs or CPU shares in use.  0 means the same number as ``num_workers``."""
     sees_exposed: bool = True
     """True if ddpnb can distinguish exposed communication from hidden communication."""
     is_emulated: bool = False
@@ -116,7 +116,7 @@ class RunHeader:
 
 
 class Parts(NamedTuple):
-    """The seconds of each part of one step.  The sum without ``hidden`` is the step's duration."""
+    """Seconds of each part of a step.  The step takes the sum of all parts except ``hidden``."""
 
     data: float = 0.0
     """Seconds to fetch the batch and to copy the batch to the device."""
@@ -208,12 +208,12 @@ class Checked:
     has_accuracy: bool = False
     """True if the model's held-out accuracy can be computed.  Only rank 0 checks this."""
     num_epochs: float = 0.0
-    """The number of epochs that take ``min_seconds``; 0 if it is not set or cannot be computed."""
+    """The number of epochs that take ``min_seconds``.  0 if unknown, or if there is no minimum."""
     num_held_out: int = 0
     seconds_per_judged: float = 0.0
     """Seconds that rank 0 needs to evaluate one held-out sample; 0 if unknown."""
     seconds_per_trained: float = 0.0
-    """Seconds per sample of a worker's forward and backward pass; 0 if unknown."""
+    """Seconds per sample that a worker's forward and backward pass take; 0 if unknown."""
 
 
 NO_STALENESS = -1
@@ -251,9 +251,9 @@ class EventBatch:
     sequence: int
     header: RunHeader | None = None
     rows: bytes = b""
-    """The steps and calls of ``ddpnb.log``, each packed by ``pack_step``."""
+    """One row for each step and each call of ``ddpnb.log``, packed by ``pack_step``."""
     metrics: tuple[tuple[int, str, float], ...] = ()
-    """Additional numbers of steps and numbers that the user logged, each with its row and name."""
+    """Additional numbers that belong to a row.  Each entry has the row, the name and the number."""
     marks: tuple[Mark, ...] = ()
     evaluating: Evaluating | None = None
 
@@ -320,22 +320,22 @@ class RunReport:
     rank: int
     num_steps: int = 0
     num_bytes_received: int = 0
-    """The number of bytes received in all steps.  The rows of the steps have the bytes sent."""
+    """The number of bytes received in all steps.  The rows of the steps contain the bytes sent."""
     seconds: float = math.nan
     """Training seconds of this rank, without warm-up and evaluation."""
     final_loss: float = math.nan
     """Mean loss of the final model on the training split, if this rank evaluated the model."""
     held_out_loss: float = math.nan
     held_out_accuracy: float = math.nan
-    """Share of correctly classified held-out samples; NaN if targets are not class labels."""
+    """Share of held-out samples classified correctly; NaN if targets are not class labels."""
     held_out_metrics: Mapping[str, float] = field(default_factory=dict)
     """The scores of the cell's ``validation_step`` and ``metric``, by name."""
     num_held_out: int = 0
     """The number of held-out samples in the final model's evaluation; 0 if unknown."""
     evaluations: tuple[Evaluation, ...] = ()
-    """The held-out curve without the final model, if this rank evaluated the models."""
+    """The held-out curve without the final model; empty if this rank evaluated no model."""
     num_lost_samples: int = 0
-    """The number of samples for which no worker returned a gradient, reported by rank 0."""
+    """The number of samples for which no worker returned a gradient.  Only rank 0 reports this."""
     memory: Memory = field(default_factory=Memory)
     was_stopped: bool = False
     """True if the run was stopped before its last step."""
@@ -430,7 +430,7 @@ REMEDIES = {
     "DeviceMesh": "create the mesh again with init_device_mesh",
     "ProcessGroup": "create the group again with dist.new_group",
 }
-"""Maps each class of torch that keeps a process group to the fix after the group was aborted."""
+"""Maps a torch class to the fix for its objects after their process group was aborted."""
 
 
 class StaleVariable(NamedTuple):

@@ -43,7 +43,7 @@ class Option:
     """Exclusive lower bound: a value must be greater.  ``least`` is an inclusive bound."""
     most: float | None = None
     below: float | None = None
-    """The upper bound, used instead of ``most`` if the bound itself is not valid."""
+    """Exclusive upper bound: a value must be smaller.  ``most`` is an inclusive bound."""
     from_text: Callable[[str, str], Any] | None = None
     """A parser of a special notation, called with the option's name and the user's string."""
     flag: str = ""

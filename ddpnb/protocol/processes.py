@@ -56,7 +56,7 @@ class RankCommand(StrEnum):
     ABORT = "abort"
     """End all waits for other ranks; answer with the number of waits that ended."""
     ANSWER = "answer"
-    """Send the user's input to a rank that waits for it, or None if the prompt no longer exists."""
+    """Send the user's input to a rank that waits for input.  Send None if the prompt is gone."""
     STATUS = "status"
     """Answer with the fields of a ``RankStatus``."""
     STACK = "stack"

@@ -105,4 +105,4 @@ class RankSamples:
     """The size of the data set; 0 if unknown."""
     epochs: tuple[Indices, ...]
     has_set_epoch: bool = True
-    """True if the sampler has ``set_epoch``.  If not, the next epoch's order may differ."""
+    """True if the sampler has ``set_epoch``.  Otherwise, the order of the next epoch may differ."""

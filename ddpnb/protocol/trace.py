@@ -27,7 +27,7 @@ class Span:
     num_bytes: int | None = None
     """The bytes of the tensors that this rank passed to the call; None if it passed no tensor."""
     group: tuple[int, ...] = ()
-    """The ranks that take part, as numbers in the default group; empty if no other rank does."""
+    """The ranks that take part, as numbers in the default group; empty if this rank is alone."""
     line: str = ""
     """The line of the user's code that made the call, such as ``"line 3"``; empty if unknown."""
 
@@ -45,7 +45,7 @@ class RankSpans:
     spans: tuple[Span, ...]
     num_dropped: int = 0
     num_open: int = 0
-    """The number of calls still open when the cell ended.  Their spans end when the cell ends."""
+    """Number of calls still open when the cell ended.  The calls' spans end when the cell ends."""
     clock_at: float = 0.0
     """The ``time.time()`` at which the clock of the spans was 0."""
 

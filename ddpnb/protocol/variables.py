@@ -25,7 +25,7 @@ import psutil
 from ddpnb.compat.cloudpickle_internals import use_namespace
 
 LARGE_BYTES = 2**16
-"""Minimum size of arrays that stay out of the pickle, and of variables that are sent in a file."""
+"""Minimum size of arrays outside the pickle.  Also the minimum size of variables sent in a file."""
 MAPPED_BYTES = 2**24
 """Minimum size of files that are mapped.  Smaller files are read, to save file descriptors."""
 ALIGNED_BYTES = 64
@@ -114,7 +114,7 @@ def own_class(name: str) -> Any:
 def reduce_tensor(tensor: Any, torch: Any, *, stays: bool) -> Any:
     """Reduce a tensor to the memory of its elements; copy the elements if they are not contiguous.
 
-    Torch reduces special tensors itself.  If ``stays`` is False, they are first copied to the CPU.
+    Torch reduces special tensors itself, after a copy to the CPU if ``stays`` is False.
     """
     kind, device = type(tensor), tensor.device.type
     if kind is torch.nn.Parameter:
@@ -133,7 +133,7 @@ def reduce_tensor(tensor: Any, torch: Any, *, stays: bool) -> Any:
 def rebuild_tensor(
     memory: Any, dtype: Any, shape: tuple[int, ...], requires_grad: bool, device: str
 ) -> Any:
-    """Return a tensor that shares ``memory``, or on a GPU a tensor with a copy of ``memory``."""
+    """Return a tensor that shares ``memory``.  On a GPU, the tensor has a copy of ``memory``."""
     torch = importlib.import_module("torch")  # in the kernel, only if the user pulls a tensor
     if memoryview(memory).nbytes:
         tensor = torch.frombuffer(memory, dtype=dtype).reshape(shape)
@@ -148,7 +148,7 @@ def rebuild_tensor(
 def packed(parts: Sequence[memoryview], path: str, *, num_copies: int = 1) -> Parcel:
     """Return a parcel, and store the pickled parts in it or in the existing file ``path``.
 
-    The parts are stored in the parcel if they are small, ``path`` is empty, or the disk is full.
+    The parcel stores the parts if they are small, if ``path`` is empty, or if the disk is full.
 
     Raises:
         MemoryError: the free memory is too small for ``num_copies`` files of this size.
@@ -165,7 +165,7 @@ def packed(parts: Sequence[memoryview], path: str, *, num_copies: int = 1) -> Pa
         )
     if not is_large or size > shutil.disk_usage(path).free:
         return Parcel(parts=tuple(map(bytes, parts)))
-    with open(path, "r+b") as file:  # without the file, no receiver waits: never create it
+    with open(path, "r+b") as file:  # if the file is gone, no receiver waits: do not create it
         for part in parts:
             file.write(part)
             file.seek(_aligned(part.nbytes) - part.nbytes, os.SEEK_CUR)
@@ -203,8 +203,8 @@ def opened(parcel: Parcel) -> list[Any]:
 def load(parts: Sequence[Any], namespace: dict[str, Any] | None = None) -> Any:
     """Unpickle the parts of a parcel.  The loaded arrays share the memory of these parts.
 
-    Functions of the notebook use ``namespace`` as global variables, and add the variables that were
-    sent with them.  By default, functions use the variables of ``__main__``.
+    Functions of the notebook use ``namespace`` as global variables.  Unpickling adds the variables
+    that were sent with the functions.  By default, functions use the variables of ``__main__``.
     """
     stream, *buffers = parts
     token = _namespace.set(namespace)

@@ -217,7 +217,7 @@ def read_script(path: str) -> tuple[str, str]:
 
 
 def cell_in(source: Path | str) -> str:
-    """Return the text of a cell, or of a file if ``source`` is a path or ends with ``.py``."""
+    """Return ``source``, or the text of a file if ``source`` is a path or ends with ``.py``."""
     text = str(source)
     is_file = isinstance(source, Path) or (text.endswith(".py") and "\n" not in text)
     return read_script(text)[1] if is_file else text

@@ -147,7 +147,7 @@ def _check_target(spec: ComparisonSpec, checked: Collection[Checked]) -> None:
 
 
 def with_devices(cluster: Cluster, spec: TrainingSpec) -> TrainingSpec:
-    """Add emulated devices to training options if the cluster or ``--link`` asks for devices.
+    """Add emulated devices to training options if the cluster or ``--link`` needs these devices.
 
     Raises UserError if these ranks cannot emulate the devices.
     """

@@ -58,7 +58,7 @@ class ComparisonSpec:
     def run_specs(self, models: Path | None = None) -> tuple[RunSpec, ...]:
         """Return the specifications of all runs.  ``models`` is the folder for trained weights.
 
-        Strategies take turns, and each repeat begins with a different strategy, for fairness.
+        For fairness, strategies take turns, and each repeat begins with a different strategy.
         Within a repeat, all strategies use the same seed.  Weights, sample order and dropout
         differ between repeats, but the data are the same.
 

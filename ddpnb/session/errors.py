@@ -21,7 +21,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 class RankError(Exception):
     """A cell or run failed on some ranks.
 
-    ``failures`` lists the root causes and then the consequences, each in order of time.
+    ``failures`` lists the root causes first and then the consequences, both in order of time.
     """
 
     def __init__(self, failures: Sequence[Failure]) -> None:

@@ -1,10 +1,10 @@
 """Chooses the number of samples on which a comparison evaluates its models (kernel).
 
-The check measures how long evaluation and training take per sample.  Before the first run,
-ddpnb chooses one number of samples for all runs, so all models are evaluated on the same samples.
-ddpnb chooses from a few round numbers, so a busy machine hardly changes the choice.
-If all evaluations take at most two seconds, ddpnb keeps the default numbers.  On emulated devices,
-the number of samples is always the same.
+The check of a strategy measures how long evaluation and training take per sample.  Before the first
+run, ddpnb chooses one number of samples for all runs, so all models are evaluated on the same
+samples.  ddpnb chooses from a few round numbers, so a busy machine hardly changes the choice.  If
+all evaluations together take at most two seconds, ddpnb keeps the default numbers.  On emulated
+devices, the number of samples is always the same.
 """
 
 import math
@@ -19,7 +19,7 @@ SHARE = 0.25
 FREE_SECONDS = 2.0
 """Evaluation time that is always allowed, even if the training is short."""
 DEFAULT_SIZES = 10_000, 2_000
-"""Default numbers of samples in an evaluation: first after training, then during training."""
+"""Default numbers of samples to evaluate: after training, and at each point during training."""
 SIZES = (2_000, 1_000, 500, 200, 100)
 """If the default numbers of samples take too long, ddpnb tries these numbers in this order."""
 

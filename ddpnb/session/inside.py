@@ -22,7 +22,7 @@ from ddpnb.session.errors import warn_stale
 
 
 def check_replicas(cluster: Cluster, names: Sequence[str]) -> ReplicaCheck:
-    """Compare digests of the ranks' replicas, then compare values where digests first differ."""
+    """Compare digests of the ranks' replicas, then compare the values at the first difference."""
     if len(cluster.ranks) < 2:
         raise UserError("A check needs at least two ranks. Run %ddp_restart -n 2 first.")
     replicas = list(ask(cluster, calls.digests(tuple(names))).values())
@@ -54,7 +54,7 @@ INSPECTED = ("task", "batch_size", "devices", "as_", "link")
 def training_to_inspect(
     model: str, given: Mapping[str, Any], last: TrainingSpec | None
 ) -> TrainingSpec:
-    """Return options for an inspection.  For a model on the ranks, only the devices are used.
+    """Return options for an inspection.  A model on the ranks needs only the device options.
 
     ``given`` has the options that the user chose.  If the user chose neither a model nor a task,
     take the other options from ``last``, the training of the latest comparison.

@@ -11,7 +11,7 @@ LEAST_SHARE = 0.2
 
 
 class OtherPrograms:
-    """Measures the CPU time of all programs except this kernel's processes, from now on."""
+    """Measures, from its creation on, the CPU time of programs except this kernel's processes."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()

@@ -30,7 +30,7 @@ def predicted(store: Store, question: Question, run: str = "") -> PredictionResu
 
 
 def measured_in(comparison: Comparison) -> Measured:
-    """Return the scaling model's input from a comparison; raise UserError if a run is missing."""
+    """Compute the scaling model's input from a comparison; raise UserError if a run is missing."""
     summaries = {each.name: each for each in summarise(comparison) if _counts(each)}
     if missing := [name for name in NEEDED if name not in summaries]:
         raise UserError(

@@ -43,7 +43,7 @@ ANSWER_SECONDS = 0.3
 """Maximum time that Tab completion waits for a rank."""
 
 END_SECONDS = 5.0
-"""Maximum time that ``interrupt`` waits for the work to end, so that the ranks are idle again."""
+"""``interrupt`` waits at most this time for the work to end and for the ranks to become idle."""
 
 STOP_SECONDS = 30.0
 """Maximum time that ``stop`` waits for a comparison before it stops the cluster."""

@@ -63,7 +63,7 @@ def describe_ranks(cluster: Cluster) -> str:
 
 
 def describe_running(cluster: Cluster, asked: ClusterSpec) -> str:
-    """Return a note that a cluster is running; raise UserError if ``asked`` names other hosts."""
+    """Return a note saying that a cluster runs; raise UserError if ``asked`` names other hosts."""
     running = f"A cluster of {counted(len(cluster.ranks), 'rank')} is already running"
     for name in ("hosts", "engines", "profile"):
         wanted = getattr(asked, name, "")
@@ -79,7 +79,7 @@ def describe_running(cluster: Cluster, asked: ClusterSpec) -> str:
 
 
 def with_notes(table: Table, cluster: Cluster) -> Table:
-    """Add notes to a table: on disabled features, and on too many ranks for the CPU cores."""
+    """Add notes to a table: about disabled features, and about too many ranks for the CPU cores."""
     if cluster.lost is not None:
         return table
     notes, here = list(cluster.missing), socket.gethostname()

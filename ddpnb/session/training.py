@@ -65,7 +65,7 @@ class RunningComparison(Background):
         If a strategy fails, its remaining runs are skipped, and the other strategies are trained.
 
         Raises:
-            RankError: a strategy failed.  The first strategy's error is raised at the end.
+            RankError: a strategy failed.  The first failed strategy's error is raised at the end.
             KeyboardInterrupt: the comparison was interrupted, and the ranks have stopped.
         """
         errors: dict[str, Exception] = {}
@@ -105,7 +105,7 @@ class RunningComparison(Background):
         return ComparisonResult(self.recorder.comparison, self.asked.options, self._model_of)
 
     def _at_best_rate(self, spec: RunSpec) -> RunSpec:
-        """Return a run's spec; in later repeats, with the strategy's best learning rate."""
+        """Return a run's spec; after the first repeat, with the strategy's best learning rate."""
         if not spec.rates or spec.repeat == 0:
             return spec
         runs = self.recorder.comparison.runs
@@ -181,7 +181,7 @@ class RunningComparison(Background):
         self._replace_dead(spec.strategy)
 
     def _interrupted(self, outcome: Outcome) -> tuple[Status, str]:
-        """Return the status and note of an interrupted run.  The training may be complete."""
+        """Return the status and note of a run that was interrupted during or after its training."""
         reports = _reports(outcome)
         if len(reports) < len(self.cluster.ranks) or any(each.was_stopped for each in reports):
             return Status.STOPPED, "interrupted"

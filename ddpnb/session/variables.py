@@ -83,7 +83,7 @@ def pull(
 
 @contextlib.contextmanager
 def mistakes_named(what: str) -> Iterator[None]:
-    """Replace a rank's error by a UserError with ``what``, the rank's number and the cause.
+    """Replace a rank's error by a UserError that contains ``what``, the rank and the cause.
 
     If a rank died, its RankError is raised unchanged.
     """
@@ -193,7 +193,7 @@ class NotebookFunctions:
         )
 
     def send(self, cluster: Cluster, ranks: Sequence[int]) -> None:
-        """Send the functions to ranks, which keep them until another comparison has functions."""
+        """Send the functions to ranks.  Ranks keep them until another comparison has functions."""
         keep = partial(calls.keep_functions, self.key)
         send(cluster, self.parts, self.names, ranks, keep)
 
