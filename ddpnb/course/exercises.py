@@ -1,7 +1,7 @@
 """Hints for all exercises, and a function that calls an exercise's check.  (Kernel and ranks.)
 
-The check of an exercise is a function.  The names of its parameters are the names that the student
-must define.  The check raises ``Hint`` if the student's solution is wrong.
+The check of an exercise is a function.  The function's parameters have the names of the variables
+that the student must define.  The check raises ``Hint`` if the student's solution is wrong.
 """
 
 import inspect
@@ -29,7 +29,7 @@ HINTS = {
     "8.1": "Repeat or leave out samples until every rank has the same number of batches.",
     "8.2": "A forward pass of a DDP model may exchange buffers. Call the inner model, net.module.",
 }
-"""A general hint for each exercise, with the exercise's number as the key."""
+"""Maps the number of each exercise to a general hint."""
 
 
 class Hint(Exception):  # noqa: N818 - students read it

@@ -25,7 +25,7 @@ def efficiency(efficiency: float, race: Any) -> None:
 
 
 def bigger_batch(race: Any, bigger: Any) -> None:
-    """Check that ``ddp`` is more efficient with a larger global batch than in ``race``."""
+    """Check that ``bigger`` has a larger batch than ``race`` and a more efficient ``ddp``."""
     ours, theirs = (each.to_frame().set_index("strategy") for each in (bigger, race))
     expect("ddp" in ours.index, f"Compare ddp, too. Your strategies: {', '.join(ours.index)}.")
     batch, old_batch = ours["batch_size"]["ddp"], theirs["batch_size"]["ddp"]

@@ -191,7 +191,7 @@ def step_size(step_size: Callable[[float, int], float]) -> None:
 
 
 def average_weights(average_weights: Callable[[Model], None]) -> None:
-    """Check that every rank has the mean of all weights after local SGD averages once."""
+    """Check that every rank has the mean of all weights after one averaging of local SGD."""
     rank, size = _place()
     model = _model()
     with torch.no_grad():
@@ -206,7 +206,7 @@ def average_weights(average_weights: Callable[[Model], None]) -> None:
 
 
 def sharded_adam(ShardedAdam: Callable[..., Any]) -> None:  # noqa: N803 - the student's class
-    """Check an Adam that splits its state between the ranks (ZeRO, stage 1, arXiv 1910.02054)."""
+    """Check an Adam optimizer that shards its state over the ranks (ZeRO-1, arXiv 1910.02054)."""
     rank, size = _place()
     layers = [nn.Linear(8, 8) for _ in range(2 * size)]
     torch.manual_seed(0)
@@ -284,7 +284,7 @@ def checkpoints(
 
 
 def evaluate_on_rank_0(evaluate_on_rank_0: Callable[..., Any]) -> None:
-    """Check that rank 0 can evaluate a DDP model while the other ranks do not."""
+    """Check that rank 0 can evaluate a DDP model without the other ranks."""
     rank, _ = _place()
     net = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
     loss = evaluate_on_rank_0(net, torch.ones(4, 8))
@@ -332,7 +332,7 @@ def _place() -> tuple[int, int]:
 
 
 def _model(seed: int = 0) -> Model:
-    """Return a small model, the same on all ranks."""
+    """Return a small model that is the same on all ranks."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 3))

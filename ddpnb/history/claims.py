@@ -1,12 +1,12 @@
-"""Tests if two strategies differ, from the mean ratio over the repeats and its interval.  (Kernel.)
+"""Tests if two strategies differ: computes their mean ratio and its interval.  (Kernel.)
 
-In one repeat all strategies have the same seed.  Two strategies are therefore compared in pairs:
-x_r is the ratio of their values in repeat r.  Over n repeats, with m comparisons in one sentence:
+In one repeat all strategies have the same seed, so strategies are compared repeat by repeat: x_r is
+the ratio of two values in repeat r.  For n repeats and m comparisons in one sentence:
 
     exp( mean(log x)  +-  t(1 - 0.05 / 2m, n - 1) * sd(log x) / sqrt(n) )
 
-The result is the geometric mean with its 95 % interval from Student's t, widened (Bonferroni) so
-that all m intervals together hold in 95 % of sentences.  A difference is claimed if the interval
+The result is the geometric mean and an interval from Student's t.  The interval is so wide that all
+m intervals are right in 95 % of sentences (Bonferroni).  A difference is claimed if the interval
 excludes 1 and the ratio differs from 1 by at least ``SMALLEST_EFFECT``.
 
 ``accuracies_differ`` tests if two accuracies differ by more than chance.
@@ -28,7 +28,7 @@ SMALLEST_EFFECT = 0.02
 """The smallest relative difference that a sentence mentions."""
 
 FEWEST_REPEATS = 3
-"""Fewest repeats for an interval.  With two repeats, it would span +- 12.7 standard errors."""
+"""Minimum number of repeats for an interval.  Two repeats would give +- 12.7 standard errors."""
 
 MOST_REPEATS = 30
 """Maximum number of repeats that ddpnb recommends."""
@@ -42,7 +42,7 @@ class Ratio:
     """The geometric mean over the repeats."""
     low: float = math.nan
     """Lower end of the interval, or the smaller ratio of two repeats; NaN if unknown.  For one
-    repeat, the slowest tenth of the numerator, divided by the fastest tenth of the denominator."""
+    repeat, the numerator's slowest tenth, divided by the denominator's fastest tenth."""
     high: float = math.nan
     num_repeats: int = 0
     """Number of repeats in which both strategies have this value."""
@@ -77,7 +77,7 @@ class Ratio:
 
     @property
     def num_repeats_needed(self) -> int:
-        """Number of repeats needed to show this ratio; 0 if unknown or above ``MOST_REPEATS``."""
+        """Number of repeats that would show this ratio; 0 if unknown or above ``MOST_REPEATS``."""
         if not (self.has_interval and self._has_effect(self.middle)):
             return 0
         half = [
@@ -94,7 +94,8 @@ def ratios_of(
 
     The reference is ``single``, or the first strategy if there is no ``single``.  The ceiling
     counts only if it is the only other strategy.  Emulated strategies never count.  The result is
-    None for fewer than two strategies, or for several comparisons because their models may differ.
+    None if there are fewer than two strategies.  Several comparisons also give None, because their
+    models may differ.
     """
     done = [s for s in summaries if s.status is Status.FINISHED and s.rates]
     if len(done) < 2 or len({s.comparison for s in done}) > 1:
@@ -110,7 +111,7 @@ def ratios_of(
 
 
 def _within_runs(found: Ratio, ours: StrategySummary, theirs: StrategySummary) -> Ratio:
-    """Return the ratio; for a single repeat, its range is computed from the runs' tenths."""
+    """Return the ratio.  If there is one repeat, compute the range from the tenths of its runs."""
     one, other = ours.tenths, theirs.tenths
     if found.num_repeats != 1 or not one or not other:
         return found
@@ -121,8 +122,8 @@ def ratio(ours: Mapping[int, float], theirs: Mapping[int, float], num_claims: in
     """Return the mean ratio over the repeats in which both strategies have a value.
 
     Args:
-        ours: the numerators by repeat, all greater than 0.
-        theirs: the denominators by repeat, all greater than 0.
+        ours: the numerator in each repeat, always greater than 0.
+        theirs: the denominator in each repeat, always greater than 0.
         num_claims: number of comparisons in one sentence.
     """
     logs = log_ratios(ours, theirs)
@@ -147,7 +148,7 @@ def ratio(ours: Mapping[int, float], theirs: Mapping[int, float], num_claims: in
 
 
 def _quantile(num_repeats: int, num_claims: int) -> float:
-    """Return the quantile of Student's t for an interval, widened for ``num_claims`` intervals."""
+    """Return the quantile of Student's t for ``num_claims`` intervals at the joint ``LEVEL``."""
     from scipy.special import stdtrit  # noqa: PLC0415  takes 0.1 s
 
     return float(stdtrit(num_repeats - 1, 1 - (1 - LEVEL) / 2 / num_claims))
@@ -161,9 +162,9 @@ def standard_error(share: float, num_samples: int) -> float:
 def accuracies_differ(shares: Sequence[float], num_samples: int) -> bool:
     """Return True if the highest and the lowest accuracy differ by more than chance.
 
-    This is the 95 % test of two proportions with a common standard error, widened for all pairs
-    (Bonferroni).  Models err on many of the same samples, so the assumed error is too large.
-    The test therefore claims too few differences, not too many.
+    This is the 95 % test of two proportions with a common standard error, corrected for all pairs
+    (Bonferroni).  Models often err on the same samples, so the assumed error is too large.  The
+    test therefore claims too few differences, not too many.
     """
     num_pairs = math.comb(len(shares), 2)
     if num_pairs == 0:

@@ -1,4 +1,4 @@
-"""Combines several runs with their environment and with the cell that repeats them.  (Kernel.)"""
+"""Combines several runs with their environment and with the cell that trains them.  (Kernel.)"""
 
 import contextlib
 import os
@@ -67,7 +67,7 @@ class Comparison:
 
 
 def overlay(comparisons: Sequence[Comparison]) -> Comparison:
-    """Return one comparison with the runs of several comparisons, each run once."""
+    """Return one comparison that contains each run of several comparisons exactly once."""
     assert comparisons, "nothing to overlay"
     if len(comparisons) == 1:
         return comparisons[0]
@@ -152,13 +152,13 @@ def line_of(
 
 
 def body_of(source: str) -> str:
-    """Return a stored cell without its first line, a comment that replaces the magic."""
+    """Return a stored cell without its first line, the comment that ddpnb wrote for the magic."""
     first, _, rest = source.partition("\n")
     return rest if first.startswith("# %%ddp_compare") else source
 
 
 def chosen(spec: RunSpec) -> Iterator[tuple[str, Option]]:
-    """Yield the name and the option of each field that differs from the default."""
+    """Yield the name and the ``Option`` of each field whose value is not the default."""
     for name, option in options_of(TrainingSpec).items():
         if getattr(spec, name) != option.default:
             yield name, option

@@ -14,7 +14,7 @@ from ddpnb.history.rows import Floats, Records
 from ddpnb.protocol.messages import RunHeader
 
 MAX_POINTS = 360
-"""Maximum number of points in a curve: about one for every second pixel of the panel."""
+"""Maximum number of points in a curve: about one point for every two pixels of the panel."""
 
 SMOOTHED_SHARE = 0.05
 """The moving average at each point spans one update plus this share of the samples so far."""
@@ -26,9 +26,9 @@ def _nothing() -> Floats:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Curve:
-    """The loss or another number of a run over all updates, in arrays of equal length.
+    """A run's loss, or another number, over all updates.  All arrays have the same length.
 
-    Each point merges ``num_merged`` updates.  The last point merges the remaining updates.
+    Each point merges ``num_merged`` updates.  The last point may merge fewer updates.
     """
 
     samples: Floats = field(default_factory=_nothing)
@@ -76,7 +76,7 @@ def curve_of(rows: Records, header: RunHeader | None, name: str = "loss") -> Cur
 
 
 def _merged(values: Floats, samples: Floats, seconds: Floats) -> Curve:
-    """Return the curve of ordered updates; a NaN or infinite value counts as bad."""
+    """Return the curve of updates that are in order.  NaN and infinite values count as bad."""
     if len(values) == 0:
         return Curve()
     num_merged = 1
@@ -103,21 +103,21 @@ def _merged(values: Floats, samples: Floats, seconds: Floats) -> Curve:
 
 
 def complete_steps(rows: Records, num_ranks: int) -> Records:
-    """Return the rows of all steps before the first step that some rank has not reported."""
+    """Return all rows before the first step that at least one rank has not reported."""
     counts = np.bincount(rows["step"])
     missing = np.flatnonzero((counts > 0) & (counts < num_ranks))
     return rows[rows["step"] < missing[0]] if len(missing) else rows
 
 
 def with_waiting(rows: Records) -> Records:
-    """Return synchronous steps with waiting separated from communication.
+    """Return synchronous steps, and separate waiting time from communication time.
 
-    An exchange ends on all ranks at the same time.  So the rank that begins last has the shortest
-    communication, and the others waited for the difference:
+    An exchange ends on all ranks at the same time.  So the rank that begins the exchange last has
+    the shortest communication.  The other ranks have waited for the difference:
 
         waiting_i = communication_i - min over ranks j of communication_j, in the same step
 
-    If the strategy reports waiting itself, the rows are returned unchanged.
+    If the strategy itself reports its waiting times, return the rows unchanged.
     """
     if len(rows) == 0 or rows["waiting"].any() or not rows["communication"].any():
         return rows
@@ -136,7 +136,7 @@ def smoothed(curve: Curve) -> Floats:
     The span is one update plus a share of the samples so far, not of the planned samples.  So drawn
     points do not move, and short and long runs reach the same loss at the same sample.  At first
     the span is short, so that the line follows a fast fall of the loss.  If the loss falls like
-    ``1 / samples``, the line is soon only a twentieth above the points.
+    ``1 / samples``, the line is soon only 5 % above the points.
 
     A point ``d`` samples after the previous point has the weight ``1 - exp(-d / span)``.  The sum
     is divided by all weights so far, as in Adam.  So the first average equals the first point.

@@ -90,18 +90,18 @@ class RunSnapshot:
     num_bad: int = 0
     """Number of losses that are NaN or infinite."""
     staleness: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    """The number of updates with each staleness: 0, 1, 2 ..."""
+    """Numbers of updates with staleness 0, 1, 2 ..."""
     curve: Curve = field(default_factory=Curve)
     """The curve of the training loss."""
     ranks: tuple[RankTotals, ...] = ()
     events: Records = field(default_factory=lambda: stacked(()))
     """One row per step, read-only, in order of arrival.  After the run, each rank's last step ends
-    at the time in the rank's report."""
+    at the time that the rank reported."""
     reports: tuple[RunReport, ...] = ()
     marks: tuple[Mark, ...] = ()
-    """Marks in order of arrival."""
+    """Events such as the death of a rank, in order of arrival."""
     evaluating: Evaluating | None = None
-    """Progress in evaluating the run's models; None if no evaluation has begun, or if unknown."""
+    """Progress of the models' evaluation; None if no evaluation has begun, or if unknown."""
 
     @property
     def num_events(self) -> int:
@@ -130,7 +130,7 @@ class RunSnapshot:
 
     @property
     def num_diverged(self) -> int:
-        """Number of losses that are infinite, or that are NaN although other losses are known."""
+        """Number of losses that are infinite or NaN; 0 if a hand-written loop logs no loss."""
         never_logged = self.spec is None and self.num_bad == self.num_events
         return 0 if never_logged else self.num_bad
 
@@ -210,7 +210,7 @@ class Run:
 
 
 def _measured(run: RunSnapshot, rows: Records) -> RunSnapshot:
-    """Return the run with curve, counts and totals of the ranks, computed from the rows."""
+    """Compute the run's curve and counts and the ranks' totals from the rows; return the run."""
     header = run.header
     if not run.is_running:
         rows = _with_ends(rows, run.reports)
@@ -238,7 +238,7 @@ def _measured(run: RunSnapshot, rows: Records) -> RunSnapshot:
 
 
 def _with_ends(rows: Records, reports: tuple[RunReport, ...]) -> Records:
-    """Return a copy in which each rank's last step ends at the time in the rank's report."""
+    """Return a copy in which each rank's last step ends at the time that the rank reported."""
     rows = rows.copy()
     for report in reports:
         own = np.flatnonzero(rows["rank"] == report.rank)
@@ -248,7 +248,7 @@ def _with_ends(rows: Records, reports: tuple[RunReport, ...]) -> Records:
 
 
 def _totals(rank: int, rows: Records) -> RankTotals:
-    """Return the totals of a rank from its steps."""
+    """Return the totals over all steps of a rank."""
     return RankTotals(
         rank=rank,
         num_steps=len(rows),
@@ -274,7 +274,7 @@ class StepSplit:
 
     @property
     def is_known(self) -> bool:
-        """True if the ranks reported any part."""
+        """True if the ranks reported the time of at least one part."""
         return self.seconds > 0
 
     @property

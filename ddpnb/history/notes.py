@@ -1,11 +1,11 @@
 """The notes that tables show for a strategy, for example on unstable momentum.  (Kernel.)
 
-Asynchronous SGD has one server, momentum m, N workers of weight 1/N and a staleness of d.  Near a
-minimum, a coordinate w along a direction of curvature h follows this recurrence:
+Asynchronous SGD has one server, momentum m, and N workers.  Gradients have weight 1/N and staleness
+d.  Near a minimum, a coordinate w along a direction of curvature h follows this recurrence:
 
     w(t+1)  =  w(t) + m (w(t) - w(t-1)) - a w(t-d),     a = (lr / N) h
 
-``docs/staleness.md`` derives the largest stable ``a``, and a test checks it with the recurrence.
+``docs/staleness.md`` derives the largest stable ``a``, and a test checks the derivation.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ def _described(mark: Mark, run: RunSnapshot) -> str:
 
 
 def _on_momentum(runs: Sequence[RunSnapshot], staleness: float) -> tuple[str, ...]:
-    """Return the note on a momentum that is stable only with small learning rates."""
+    """Return a note if the momentum is stable only with small learning rates."""
     spec, header = runs[0].spec, runs[0].header
     if spec is None or header is None or any(run.is_running for run in runs):
         return ()
@@ -72,7 +72,7 @@ def _on_momentum(runs: Sequence[RunSnapshot], staleness: float) -> tuple[str, ..
 
 
 def stable_rate(momentum: float, staleness: int) -> float:
-    """Return the largest stable ``a``.  Bisect for the angle at which a root has magnitude 1."""
+    """Return the largest stable ``a``.  Bisection finds the angle of a root with magnitude 1."""
     low, high = 0.0, math.pi
     for _ in range(60):
         t = (low + high) / 2
@@ -82,5 +82,5 @@ def stable_rate(momentum: float, staleness: int) -> float:
 
 
 def stable_fraction(momentum: float, staleness: int, num_workers: int) -> float:
-    """Return the stable learning rate, divided by synchronous SGD's stable rate; at most 1."""
+    """Return the largest stable learning rate as a share of synchronous SGD's; at most 1."""
     return min(1.0, num_workers * stable_rate(momentum, staleness) / (2 * (1 + momentum)))

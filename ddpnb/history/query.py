@@ -37,7 +37,7 @@ class StoredRun:
 
     @property
     def num_workers(self) -> int:
-        """Number of workers, or of ranks that log in a hand-written loop; 0 if unknown."""
+        """Number of workers, or number of ranks with a hand-written loop; 0 if unknown."""
         if self.header is not None:
             return self.header.num_workers
         return self.num_ranks if self.spec is None else 0
@@ -112,8 +112,8 @@ def matching(
 
     Args:
         runs: all stored runs.
-        text: a string in the name, task or state of each listed run; case does not matter.
-        last: maximum number of lines, newest first.  All repeats of a strategy share a line.
+        text: list only runs with this string in the name, task or state; case does not matter.
+        last: list at most this number of lines, newest first.  Repeats of a strategy share a line.
     """
     if last is not None and last < 1:
         raise UserError(f"--last must be at least 1, not {last}.")

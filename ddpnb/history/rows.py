@@ -33,7 +33,7 @@ The format is little-endian, so that every machine can read a stored run.  The p
 """
 
 METRIC = "metric "
-"""The prefix of fields with numbers that the user logged with a step."""
+"""The prefix of the fields that contain numbers logged by the user."""
 
 
 def rows_of(batch: EventBatch) -> Records:

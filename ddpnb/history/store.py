@@ -1,8 +1,8 @@
-"""The store: runs on disk, for this kernel and later kernels.  (Kernel.)
+"""The store keeps runs on disk, for this kernel and for later kernels.  (Kernel.)
 
-The store is one SQLite file.  Its rollback journal works on NFS homes, survives a kill at any
-moment, and lets two notebooks write in turns.  Steps are stored as the bytes of ``EVENT`` rows,
-everything else as JSON.  The store never uses pickle, so that reading a run never runs code.
+The store is one SQLite file.  With its rollback journal, the file can be on NFS, stays valid if a
+kernel is killed, and lets two notebooks write in turns.  Steps are stored as the bytes of ``EVENT``
+rows, other data as JSON.  The store never uses pickle, so that reading a run never runs code.
 """
 
 import dataclasses
@@ -29,13 +29,13 @@ from ddpnb.protocol.processes import working_folder
 FILE_NAME = "runs.sqlite3"
 
 FORMAT = 2
-"""Version of the tables.  Increase it if a change makes new files unreadable for older versions."""
+"""Version of the tables.  Increase this number if older versions of ddpnb cannot read new files."""
 
 WAIT_SECONDS = 5.0
 """Maximum seconds to wait until another notebook has finished writing."""
 
 SAME_SECONDS = 1.5
-"""Tolerance in seconds for a process's start time, because the system clock can be adjusted."""
+"""Maximum seconds by which a process's start time may change if the clock is adjusted."""
 
 MAX_PENDING_BATCHES = 20_000
 """Maximum number of batches kept in memory while writes fail.  Further batches are lost."""
@@ -157,7 +157,7 @@ class Store:
             )
 
     def append(self, batch: EventBatch) -> None:
-        """Add a batch; if the last write was ``flush_seconds`` ago, write all pending batches."""
+        """Add a batch.  Write all pending batches if the last write was ``flush_seconds`` ago."""
         with self._lock:
             if len(self._pending) < MAX_PENDING_BATCHES:
                 self._pending.append(batch)
@@ -303,11 +303,11 @@ class Store:
 
 
 def runs_folder(start: Path | None = None) -> Path:
-    """Return the folder for stored runs, which may not exist yet.
+    """Return the folder for stored runs.  The folder may not exist yet.
 
     The folder is ``data/runs`` in the project around ``start``.  A project is the nearest parent
-    folder with ``data/`` and either ``pyproject.toml`` or ``notebooks/``.  Outside a project, the
-    folder is ``data/runs`` in ``start``.
+    folder that contains ``data/`` and either ``pyproject.toml`` or ``notebooks/``.  Outside a
+    project, the folder is ``data/runs`` in ``start``.
 
     Args:
         start: the first folder of the search; by default the working folder.
@@ -386,8 +386,8 @@ def from_text(kind: type[Message], text: str) -> Message:
 def _from_fields(kind: type[Message], given: Mapping[str, Any]) -> Message:
     """Return a message with the given fields.  Unknown fields are ignored.
 
-    To keep old runs readable, a spec with a strategy, task or option that is no longer in the
-    catalogue is returned without checks.
+    An old spec may have a strategy, task or option that is no longer in the catalogue.  Such a spec
+    is returned without checks, so that old runs stay readable.
     """
     fields = dataclasses.fields(kind)
     values: dict[str, Any] = {

@@ -35,7 +35,7 @@ class Spread:
     """A value and its range over the repeats."""
 
     middle: float = math.nan
-    """The median over repeats, or the geometric mean for samples/s."""
+    """The median over the repeats; for samples/s, the geometric mean."""
     low: float = math.nan
     """The lower end of the range over repeats; NaN if there is only one repeat."""
     high: float = math.nan
@@ -48,7 +48,7 @@ class StrategySummary:
     name: str
     comparison: str
     label: str
-    """The name to show, with the comparison if there are several, and "(emulated)" if needed."""
+    """The name to show; if needed, with the comparison's name or with "(emulated)"."""
     runs: tuple[RunSnapshot, ...]
     """All repeats."""
     num_runs: int
@@ -58,11 +58,11 @@ class StrategySummary:
     status: Status
     samples_per_second: Spread
     rates: Mapping[int, float]
-    """Samples/s by repeat, without repeats of unknown speed."""
+    """Maps each repeat with a known speed to its samples/s."""
     tenths: tuple[float, ...]
     """Samples/s in each tenth of the only run; empty if there are several repeats."""
     ideal: float
-    """Samples/s of all devices if each device were as fast as ``single``."""
+    """Samples/s of all devices together, if each device were as fast as ``single``."""
     ceiling: float
     """Samples/s of ``no-comm``."""
     speed_up: float
@@ -101,7 +101,7 @@ class StrategySummary:
     is_ceiling: bool
     """True if ddpnb added the strategy only to measure the ceiling."""
     is_emulated: bool
-    """True if the strategy is emulated, so that its speed is not the real strategy's speed."""
+    """True if the strategy is emulated.  Its speed is then not the real strategy's speed."""
     is_short: bool
     """True if a run ended before its speed could be measured reliably."""
     notes: tuple[str, ...]
@@ -145,8 +145,8 @@ def _levels(
     """Return each strategy's samples/s, and the strategies with comparable samples/s.
 
     Samples/s are geometric means over repeats.  If a strategy lacks repeats that ``single`` has,
-    the means are not comparable.  The strategy's samples/s are then the mean of ``single``, times
-    the mean ratio over the repeats that both have.  So the speed-up equals the measured ratio.
+    the means are not comparable.  Then the strategy's value is the mean of ``single``, multiplied
+    by the mean ratio over the repeats that both have.  So the speed-up equals the measured ratio.
     """
     levels: dict[StrategyKey, float] = {}
     linked = set()
@@ -161,7 +161,7 @@ def _levels(
 
 
 def group_runs(runs: Sequence[RunSnapshot]) -> dict[StrategyKey, list[RunSnapshot]]:
-    """Return the repeats of each (comparison, name), in the order of their first run."""
+    """Map each (comparison, name) to its repeats, in the order of the first runs."""
     groups: dict[StrategyKey, list[RunSnapshot]] = {}
     for run in runs:
         groups.setdefault((run.comparison, run.name), []).append(run)
@@ -169,9 +169,9 @@ def group_runs(runs: Sequence[RunSnapshot]) -> dict[StrategyKey, list[RunSnapsho
 
 
 def samples_per_second(run: RunSnapshot) -> float:
-    """Return all samples, divided by the training seconds of the slowest worker; NaN if unknown.
+    """Return the number of samples, divided by the slowest worker's seconds; NaN if unknown.
 
-    The workers of a ceiling train for the same time.  Each counts as fast as the slowest worker.
+    For a ceiling, all workers train for the same time.  Each worker counts as fast as the slowest.
     """
     if run.is_ceiling and not run.is_running and (workers := [r for r in run.ranks if r.seconds]):
         return len(workers) * min(rank.num_samples / rank.seconds for rank in workers)
@@ -198,7 +198,7 @@ def log_ratios(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[f
 
 
 def staleness_counts(runs: Sequence[RunSnapshot]) -> NDArray[np.int64]:
-    """Return the number of updates with each staleness, 0, 1, 2 ..., over all runs."""
+    """Return the numbers of updates with staleness 0, 1, 2 ... in all runs together."""
     counts = zip_longest(*(run.staleness for run in runs), fillvalue=0)
     return np.array([sum(each) for each in counts], dtype=np.int64)
 
@@ -209,7 +209,7 @@ def reported_metrics(run: RunSnapshot) -> Mapping[str, float]:
 
 
 def spread(values: Sequence[float], middle: float | None = None) -> Spread:
-    """Return the range of the values that are not NaN, and ``middle`` (by default their median)."""
+    """Return the ``Spread`` of the values that are not NaN.  ``middle`` defaults to the median."""
     known = [value for value in values if not math.isnan(value)]
     if not known:
         return Spread()
@@ -220,7 +220,7 @@ def spread(values: Sequence[float], middle: float | None = None) -> Spread:
 
 
 def time_to_target(run: RunSnapshot, target: Target) -> tuple[float, float]:
-    """Return the second and the sample at which a run first reached ``target``; NaN if it did not.
+    """Return the seconds and samples until a run first reached ``target``; NaN if it never did.
 
     The smoothed training loss must fall to the target, or the held-out accuracy must rise to it.
     Between two evaluations, the accuracy is interpolated linearly.
@@ -236,7 +236,7 @@ def time_to_target(run: RunSnapshot, target: Target) -> tuple[float, float]:
 
 
 def evaluations(run: RunSnapshot) -> tuple[Evaluation, ...]:
-    """Return a run's held-out curve, if any.  The last point belongs to the trained model."""
+    """Return a run's held-out evaluations, if any.  The last evaluation is of the trained model."""
     found = next((report.evaluations for report in run.reports if report.evaluations), ())
     if not found or run.status is not Status.FINISHED:
         return found
@@ -342,7 +342,7 @@ def _scores(run: RunSnapshot) -> dict[str, float]:
 
 
 def _reached(runs: Sequence[RunSnapshot], target: Target) -> list[tuple[float, float]]:
-    """Return the second and sample at which each run reached the target; infinity if it did not."""
+    """Return the seconds and samples until each run reached the target; infinity if never."""
     found = []
     for run in runs:
         if evaluations(run) or not target.is_accuracy:
@@ -353,14 +353,14 @@ def _reached(runs: Sequence[RunSnapshot], target: Target) -> list[tuple[float, f
 
 
 def _num_workers(run: RunSnapshot) -> int:
-    """Return the number of workers, or of ranks that log in a hand-written loop; 0 if unknown."""
+    """Return the number of workers, or of ranks with a hand-written loop; 0 if unknown."""
     if run.header is not None:
         return run.header.num_workers
     return len(run.ranks) if run.spec is None else 0
 
 
 def num_devices(run: RunSnapshot) -> int:
-    """Return the number of devices for the efficiency; a GPU counts once even if ranks share it."""
+    """Return the number of devices for the efficiency.  A GPU of several ranks counts once."""
     return (run.header.num_devices if run.header is not None else 0) or _num_workers(run)
 
 

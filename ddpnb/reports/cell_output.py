@@ -27,7 +27,7 @@ MAX_LINES = 50
 """Maximum number of printed lines to show.  A last line says how many more lines were printed."""
 
 KINDS = {"display_data": "display", "execute_result": "value", "update_display_data": "update"}
-"""Maps each type of Jupyter message to the kind of the ``Item`` made from it."""
+"""Maps each type of Jupyter message to the kind of ``Item`` that ddpnb makes from the message."""
 
 Message = dict[str, Any]
 
@@ -231,7 +231,7 @@ class Bars:
 
 
 def labelled(ranks: Sequence[int], text: str) -> str:
-    """Return a line of text after the label of its ranks: ``"[0-3] hello"``."""
+    """Return a line of text that begins with the label of its ranks: ``"[0-3] hello"``."""
     return f"{label_of(ranks)} {text}"
 
 

@@ -20,7 +20,7 @@ MAX_DISPLAYS = 1000
 """Maximum number of displays that ranks can still update.  Older displays do not change."""
 
 GENERATED = re.compile(r"[0-9a-f]{32}")
-"""An id that IPython generated.  Each rank has different generated ids."""
+"""An id that IPython generated.  IPython generates different ids on each rank."""
 
 Content = Mapping[str, Any]
 

@@ -26,7 +26,7 @@ from ddpnb.reports.formatting import (
 from ddpnb.reports.table import Cell, Column, Table
 
 MAX_SHARE_OF_CEILING = 1.05
-"""If a strategy is more than this many times as fast as ``no-comm``, efficiency is not split."""
+"""If a strategy's share of the ceiling is above this, the table does not split its efficiency."""
 
 
 def results_table(comparison: Comparison, target: Target | None = None) -> Table:

@@ -136,7 +136,7 @@ def emulated_devices(comparison: Comparison) -> str:
 
 
 def notes(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> tuple[str, ...]:
-    """Return the notes below a table: different settings, failures, emulation, short runs."""
+    """Return the notes below a table, on different settings, failures, emulation, short runs."""
     strategies: dict[str, list[str]] = {}
     for summary in summaries:
         for note in summary.notes:

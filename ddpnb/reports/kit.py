@@ -140,7 +140,7 @@ class Sheet:
 def dress(
     axes: "Axes", *, title: str = "", x_label: str = "", grid: Literal["x", "y", "both"] = "x"
 ) -> None:
-    """Give axes the common look of all pictures: only the x axis as a frame, pale grid lines."""
+    """Give axes the common look of all pictures: a line only at the x axis, pale grid lines."""
     axes.set_facecolor("none")
     if title:
         axes.set_title(

@@ -106,7 +106,7 @@ class Live(ABC):
         self._guard(lambda: self.show(result))
 
     def _guard(self, drawing: Callable[[], object]) -> None:
-        """Call ``drawing``.  If it fails, print a message (only once) and continue the training."""
+        """Call ``drawing``.  On failure, print a message (only once) and continue the training."""
         try:
             drawing()
         except Exception as error:  # noqa: BLE001  matplotlib may raise any error

@@ -14,9 +14,7 @@ from itertools import repeat
 
 HOLD_SECONDS = 0.25
 """Seconds for which an item is held back, because other running ranks may print the same item.
-
-On each rank, ipykernel sends printed text every 0.2 s.
-"""
+On each rank, ipykernel sends printed text every 0.2 s."""
 
 MAX_ROWS = 64
 """Maximum number of lines at the end of a stream that progress bars can still overwrite."""
@@ -24,7 +22,7 @@ MAX_ROWS = 64
 MOVES = re.compile(r"(\n|\x1b\[\d*[AB])")
 """A line end, or an escape sequence that moves the cursor up or down (tqdm's ``position=1``)."""
 ERASES = re.compile(r"\x1b\[\d*[JK]")
-"""An escape sequence that erases text.  ddpnb ignores it, because the next text replaces it."""
+"""An escape sequence that erases text.  ddpnb skips it, because new text replaces the old text."""
 INCOMPLETE = re.compile(r"\x1b(\[\d*)?\Z")
 """The beginning of an escape sequence that is not complete yet."""
 REDRAWS = re.compile(r"\x1b\[\d*[ABJK]")
@@ -33,10 +31,8 @@ REDRAWS = re.compile(r"\x1b\[\d*[ABJK]")
 
 Item = tuple[str, str]
 """The kind and the text of a piece of output that is shown as a whole.
-
 The kind is ``"stdout"``, ``"stderr"``, ``"bar"``, ``"display"``, ``"update"`` or ``"value"``.  The
-text is a line without its line end, or the MIME bundle of a display as JSON with sorted keys.
-"""
+text is a line without its line end, or the MIME bundle of a display as JSON with sorted keys."""
 
 Run = tuple[list[int], list[Item]]
 """A list of ranks, and a list of successive items that these ranks have in common."""
@@ -136,7 +132,7 @@ class OutputMerger:
 
 
 def choose(heads: Mapping[int, Item], ahead: Mapping[int, Counter[Item]]) -> Item:
-    """Choose one of the ranks' next items, and return it to show it next.
+    """Choose which of the ranks' next items is shown next, and return this item.
 
     If possible, no other rank has this item among its later items, so equal items stay together.
     """
@@ -165,7 +161,7 @@ class RankOutput:
 
 
 class Screen:
-    """The last lines of a stream as a terminal shows them.  Progress bars can overwrite them.
+    """The last lines of a stream as a terminal shows them.  Progress bars can overwrite the lines.
 
     Args:
         stream: ``"stdout"`` or ``"stderr"``.

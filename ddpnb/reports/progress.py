@@ -94,7 +94,7 @@ def _state(run: RunSnapshot, share: float) -> str:
 
 
 def _numbers(run: RunSnapshot) -> list[str]:
-    """Return texts with the speed and the loss, or only with the values that are known."""
+    """Return a text with the speed and a text with the loss.  Leave out unknown values."""
     if run.num_events == 0 or (run.evaluating is not None and run.is_running):
         return []
     speed = samples_per_second(run)

@@ -67,7 +67,7 @@ class ComparisonResult(Shown):
         self.comparison = comparison
         self.options = options
         self._model_of = model_of
-        """A function that returns the trained model of a run.  None if the result was stored."""
+        """A function that returns the trained model of a run.  None for a stored result."""
         self.remark = ""
         """A sentence about the measurement.  It is shown after the computed sentence."""
         self.shown_in_cell: int | None = None
@@ -81,7 +81,7 @@ class ComparisonResult(Shown):
         """Return the figure.
 
         Args:
-            **options: ``log``, ``target`` or ``panels``.  They replace the comparison's options.
+            **options: ``log``, ``target`` or ``panels``.  These replace the comparison's options.
         """
         from ddpnb.reports.figures.figure import draw  # noqa: PLC0415 - matplotlib takes 0.3 s
 

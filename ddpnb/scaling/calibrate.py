@@ -1,4 +1,4 @@
-"""Fits the model to a comparison, or uses the values of emulated devices.  (Kernel.)"""
+"""Fits the model to a comparison, or uses the settings of emulated devices.  (Kernel.)"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from ddpnb.scaling.waiting import expected_max
 GLOO_LATENCY_SECONDS = 30e-6
 """The assumed latency of a message between two processes of a host."""
 MOST_FIXED = 50.0
-"""Maximum ratio of a step's fixed cost to the cost of the samples in the largest batch."""
+"""Maximum fixed cost of a step, divided by the cost of the samples in the largest batch."""
 FREE = LinkSpec(bits_per_second=1e15, latency_seconds=0.0)
 """A link that is so fast that exchanges take hardly any time."""
 
@@ -100,7 +100,7 @@ class Calibration:
 
 
 def calibrate(measured: Measured) -> Calibration:
-    """Fit the model to measured times, or use the values of emulated devices' clocks.
+    """Fit the model to measured times.  For emulated devices, use their clocks' settings instead.
 
     ``docs/prediction-error.md`` explains the three steps: computing, exchanges, other strategies.
     """
@@ -114,7 +114,7 @@ def calibrate(measured: Measured) -> Calibration:
 
 
 def _stated(measured: Measured, devices: Devices) -> tuple[Workload, Machine]:
-    """Return the workload and the machine with the values of emulated devices' clocks."""
+    """Return the workload and the machine with the settings of the emulated devices' clocks."""
     assert devices.compute is not None, "compute is measured before the first training"
     mean = 1 + measured.jitter / 2
     per_sample, per_pass = devices.compute
@@ -200,7 +200,7 @@ def _level(
 
 
 def _with_link(work: Workload, here: Machine, measured: Measured) -> tuple[Workload, Machine]:
-    """Return the workload with a limited variation, and a machine with a link that fits ``ddp``."""
+    """Limit the workload's variation, and give the machine a link that fits ``ddp``'s time."""
     num, wanted = measured.num_ranks, measured.seconds_of("ddp")
     own = cost(work, here, num).of(work.samples(num))
     most = (wanted - step_seconds("no-comm", work, here, num)) / 2 / (own * expected_max(num))
@@ -212,7 +212,7 @@ def _with_link(work: Workload, here: Machine, measured: Measured) -> tuple[Workl
     latency = min(GLOO_LATENCY_SECONDS, 0.25 * left / (num - 1)) / busy
 
     def over(seconds: float) -> Machine:
-        """Return the machine with a link that sends all bytes in the given time, plus latencies."""
+        """Return the machine with a link that needs ``seconds``, plus latencies, for all bytes."""
         moved = 2 * (num - 1) / num * work.num_bytes
         rate = 8 * moved / seconds * busy
         return replace(here, link=LinkSpec(bits_per_second=rate, latency_seconds=latency))
@@ -226,7 +226,7 @@ def _with_link(work: Workload, here: Machine, measured: Measured) -> tuple[Workl
 
 
 def _factor(name: str, work: Workload, here: Machine, measured: Measured) -> float | None:
-    """Return the ratio of measured to modelled seconds, both minus ``no-comm``'s; None means 1."""
+    """Return measured / modelled seconds after subtracting ``no-comm``'s seconds; None means 1."""
     is_fitted = measured.devices is None or name.startswith(("fsdp", "zero"))
     if name in ("single", "no-comm", "ddp") or not is_fitted:
         return None

@@ -49,19 +49,20 @@ class Workload:
     """Size of the global batch; if ``is_weak``, size of each rank's batch."""
     is_weak: bool = False
     batches: tuple[tuple[int, int], ...] = ()
-    """Size and count of the global batches.  If empty, or if ``is_weak``, all batches are full."""
+    """Pairs of a global batch's size and the number of such batches.  If empty, or if ``is_weak``,
+    all batches are full."""
     num_bytes: float
     """Size of the gradients in bytes, equal to the size of the parameters."""
     num_trained_bytes: float | None = None
-    """Gradient bytes of the trained model, if it imitates a published model; otherwise None."""
+    """Bytes of the trained model's gradients, if it imitates a published model; otherwise None."""
     backward_share: float = 1 - FORWARD_SHARE
-    """Share of the backward pass in the time of the forward and the backward pass."""
+    """Time of the backward pass, divided by the time of the forward and backward pass together."""
     num_passes: int = 1
     """Number of micro-batches in a step; only the last backward pass hides exchanges."""
     optimizer_seconds: float = 0.0
     """Seconds of the optimizer after the last exchange.  ``fixed`` includes these seconds."""
     variation: float = 0.0
-    """Standard deviation of a rank's computing time over the steps, divided by the mean."""
+    """Standard deviation of a rank's computing times in different steps, divided by their mean."""
     overlaps: bool = True
     """True if DDP sends a bucket as soon as the backward pass has filled the bucket."""
     wrapper_seconds: float = 0.0
@@ -69,7 +70,7 @@ class Workload:
     replica_seconds: float = 0.0
     """Seconds of Python code for each replica of DataParallel in a step."""
     factors: Mapping[str, float] = field(default_factory=dict)
-    """The ratio of measured to modelled seconds of each strategy's exchanges."""
+    """Maps each strategy to its exchanges' measured seconds, divided by the modelled seconds."""
 
     def samples(self, num_ranks: int) -> float:
         """Return the number of samples of one rank in a step."""
@@ -124,9 +125,9 @@ class Point(NamedTuple):
 def cost(work: Workload, machine: Machine, num_ranks: int) -> Compute:
     """Return the cost of a step of one rank while N ranks compute at once.
 
-    Ranks on cores slow each other down.  The slowdown is proportional to the number of other ranks
-    that compute at once (at most one rank per core).  The factor of this slowdown is measured.  On
-    devices, the slowdown equals the measured slowdown.
+    Ranks that share cores slow each other down.  The slowdown is measured.  It is proportional to
+    the number of other ranks that compute at once (at most one per core).  On devices, the slowdown
+    is at most the measured slowdown.
     """
     busy = min(machine.on_host(num_ranks), machine.cores_per_host)
     measured = min(work.num_together, machine.cores_per_host)
@@ -193,7 +194,7 @@ def _single(case: Situation) -> float:
 
 
 def _in_buckets(case: Situation, cap: float = BUCKET_BYTES) -> float:
-    """Return the seconds of a step with buckets, as the clocks of emulated devices compute them."""
+    """Return the seconds of a step with buckets, with the rules of emulated devices' clocks."""
     work, compute = case.work, case.computing()
     backward = case.backward(compute)
     trained = work.num_trained_bytes or work.num_bytes
@@ -210,7 +211,7 @@ def _in_buckets(case: Situation, cap: float = BUCKET_BYTES) -> float:
 
 
 def bucket_sizes(num_bytes: float, cap: float) -> list[float]:
-    """Return the bytes of DDP's buckets: a small first bucket, then buckets of at most ``cap``."""
+    """Return the sizes of DDP's buckets in bytes: a small first bucket, then at most ``cap``."""
     sizes: list[float] = []
     left = num_bytes
     while left > 0:
@@ -225,7 +226,7 @@ def _after(case: Situation, *names: str) -> float:
 
 
 def _dp(case: Situation) -> float:
-    """Return the seconds of a DataParallel step.  Samples and outputs cost only latencies."""
+    """Return the seconds of a DataParallel step.  Samples and outputs add only latencies."""
     case = replace(case, machine=replace(case.machine, ranks_per_host=math.inf))  # one process
     python = case.num_ranks * case.work.replica_seconds
     sent = 2 * case.exchange("gather", case.size) + 3 * case.exchange("gather", 0.0)
@@ -233,15 +234,16 @@ def _dp(case: Situation) -> float:
 
 
 def _zero(case: Situation) -> float:
-    """Return the seconds of a DDP step and an all-gather (as long as the ranks' broadcasts)."""
+    """Return the seconds of a DDP step plus an all-gather (as slow as ZeRO's broadcasts)."""
     return _in_buckets(case) + case.gathering()
 
 
 def _fsdp(case: Situation) -> float:
-    """Return the seconds of a DDP step and of all gathers before the last backward pass.
+    """Return the seconds of a DDP step plus all gathers before the last backward pass.
 
-    The last gather and the reduce-scatter cost the same as DDP's all-reduce.  A forward pass can
-    hide its gather after the first bucket.  Earlier backward passes can hide their whole gather.
+    The last gather and the reduce-scatter together cost the same as DDP's all-reduce.  A forward
+    pass can hide its gathers, except the gather of the first bucket.  Earlier backward passes can
+    hide all their gathers.
     """
     work, gathering = case.work, case.gathering()
     backward = case.backward(case.computing())
@@ -262,7 +264,7 @@ def _rounds(case: Situation) -> float:
 
 
 def _async(case: Situation) -> float:
-    """Return the mean seconds of a step.  Rank 0 trains next to the server without a link."""
+    """Return the mean seconds of a step.  Rank 0 has the server and needs no link."""
     compute, link = case.computing(meets=False), case.machine.link_of(case.num_ranks)
     rate = 1 / compute + server_bound(link, case.size, compute, case.num_ranks - 1)
     return case.num_ranks / rate
@@ -304,7 +306,7 @@ def formula_of(strategy: str) -> tuple[Choice, Callable[[Situation], float]]:
 def step_seconds(strategy: str, work: Workload, machine: Machine, num_ranks: int) -> float:
     """Return the seconds that a strategy needs for a full batch on N ranks.
 
-    If batches differ in size, return the mean, scaled to the samples of a full batch.
+    If batches differ in size, return the mean over all batches, scaled to a full batch.
     """
     if work.is_weak or not work.batches:
         return _seconds(strategy, work, machine, num_ranks)
@@ -370,6 +372,6 @@ def limit_of(strategy: str, work: Workload, machine: Machine, num_ranks: int) ->
 
 
 def _with_links(machine: Machine, **changes: float) -> Machine:
-    """Return the machine with another rate or latency of all links."""
+    """Return the machine, but change the rate or the latency of all its links."""
     inside = None if machine.inside is None else replace(machine.inside, **changes)
     return replace(machine, link=replace(machine.link, **changes), inside=inside)

@@ -28,8 +28,8 @@ STRATEGIES = ("ddp", "async", "local-sgd")
 INSIDE = "pcie4"
 """Default link between the ranks of one host, with ``--hosts``."""
 DEVICE_VARIATION = 0.02
-"""With ``--step``, the variation of equal devices: standard deviation over mean.  Sinha et al.,
-"Not All GPUs Are Created Equal", SC 2022, report a range of 8 %, taken as 4 standard deviations."""
+"""Variation between equal devices with ``--step``: standard deviation / mean.  Sinha et al., "Not
+All GPUs Are Created Equal", SC 2022, report a range of 8 % (taken as 4 standard deviations)."""
 
 
 def parse_step(text: str) -> tuple[float, int]:

@@ -18,9 +18,9 @@ def server_bound(link: LinkSpec, size: float, compute: float, num_workers: int) 
         min( N / (c + e), 1 / s ),    e = 2 (a + S b),    s = S b
 
     A worker computes for c seconds.  An undisturbed exchange takes e seconds: S bytes each way, at
-    b seconds per byte, with latency a.  The server's link needs s seconds for one gradient.  These
-    limits are the asymptotes of a closed queue, reached if no time varies (Denning, Buzen,
-    "The Operational Analysis of Queueing Network Models", ACM Computing Surveys 10(3), 1978).
+    b seconds per byte, with latency a.  The server's link needs s seconds for one gradient.  Both
+    limits are asymptotes of a closed queue, reached if all times are constant (Denning, Buzen, "The
+    Operational Analysis of Queueing Network Models", ACM Computing Surveys 10(3), 1978).
     """
     message = Messages(1, size).seconds(link)
     busiest = message - link.latency_seconds
@@ -29,10 +29,10 @@ def server_bound(link: LinkSpec, size: float, compute: float, num_workers: int) 
 
 
 def on_cores(work: float, num_ranks: int, num_cores: float) -> float:
-    """Return the time until all ranks finish, if a rank on a free core needs the time ``work``.
+    """Return the time until all ranks finish, if each rank needs ``work`` on a free core.
 
-    N ranks take turns on C cores, one slice at a time, from one queue.  If each rank needs k
-    slices, the last rank finishes after ceil(N k / C) slices.  Times are in seconds.
+    N ranks wait in one queue and take turns on C cores, one time slice per turn.  If each rank
+    needs k slices, the last rank finishes after ceil(N k / C) slices.  Times are in seconds.
     """
     if num_ranks <= num_cores or work <= 0:
         return work

@@ -18,7 +18,7 @@ CELL_NAMES = (
     *("model", "data", "loss", "collate_fn", "optimizer"),
     *("training_step", "validation_step", "metric"),
 )
-"""Names that a cell can define.  An exported script then uses the definitions in the cell."""
+"""Names that a cell can define.  An exported script uses the cell's definition if there is one."""
 
 
 class Import(NamedTuple):
@@ -106,7 +106,7 @@ def needed(
     Args:
         roots: the names that the script's main part uses.
         sources: the files.  If two files define a name, the later file is used.
-        own: the user's cell.  The script uses its definitions of the names in ``CELL_NAMES``.
+        own: the user's cell.  The script uses the cell's definitions of ``CELL_NAMES``.
         settings: names of the script's settings.  Statements that define a setting are left out.
 
     Raises:

@@ -74,7 +74,7 @@ def steps_frame(comparison: Comparison) -> "pd.DataFrame":
 
 
 def _run_row(run: RunSnapshot, comparison: Comparison) -> dict[str, object]:
-    """Return a run's row.  Its speed-up and efficiency use the baseline of the same repeat."""
+    """Return a run's row.  Speed-up and efficiency are relative to the same repeat's baseline."""
     place, names = (run.comparison, run.repeat), {BASELINE, CEILING} - {run.name}
     beside = [
         other

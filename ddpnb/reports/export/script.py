@@ -1,8 +1,8 @@
 """Export of a comparison as a script for torchrun (kernel).
 
-The script needs only torch.  It trains with DistributedDataParallel as the notebook did: the
-initial weights, the order of the samples and the steps are the same.  The script contains the
-cell or the built-in task, and the functions of ``ddpnb/rank/script`` that the run uses.
+The script needs only torch.  The script trains with DistributedDataParallel as the notebook did:
+with the same initial weights, the same order of samples and the same steps.  The script contains
+the cell or the built-in task, and the functions of ``ddpnb/rank/script`` that the run uses.
 """
 
 import ast
@@ -111,7 +111,7 @@ def _command(comparison: Comparison, file: str) -> str:
 
 
 def _spec_of(comparison: Comparison) -> RunSpec:
-    """Return the settings of a run of ``ddp``, or of another run changed to ``ddp``.
+    """Return the settings of a ``ddp`` run, or another run's settings changed to ``ddp``.
 
     Raises:
         UserError: the comparison has no suitable run.
@@ -168,7 +168,7 @@ def _check(own: Source, given: set[str]) -> None:
 
 
 def _settings(comparison: Comparison, spec: RunSpec, file: str) -> list[dict[str, Any]]:
-    """Return all settings that a script can have at its top, as one dict for each line."""
+    """Return all settings that can be at the top of a script, as one dict for each line."""
     known, given = STRATEGIES["ddp"].options, parse_strategy(spec.strategy).options
     options = {key: each for key, each in given.items() if each != known[key].default}
     options.pop("hook", None)
@@ -217,7 +217,7 @@ def _call(settings: Mapping[str, Any], sources: Sequence[Source]) -> str:
 
 
 def _is_plain(source: Source) -> bool:
-    """Return True if ``data`` returns two tensors or arrays and only torch draws random numbers."""
+    """Return True if ``data`` returns two tensors or arrays, and only torch uses randomness."""
     for each in source.statements:
         for node in ast.walk(ast.parse(each.text)):
             if getattr(node, "id", getattr(node, "attr", "")) == "random":

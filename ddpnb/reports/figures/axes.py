@@ -15,7 +15,7 @@ from ddpnb.reports.kit import Look, dress
 LABEL_CHARACTERS = 26
 """Maximum number of characters of a label.  Longer labels are shortened."""
 ROUND = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
-"""The end of an axis is one of these numbers times a power of ten, so it rarely changes."""
+"""The end of an axis is one of these numbers times a power of ten, so the end rarely changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,7 +41,7 @@ def prepare(axes: Axes, title: str, *, lines: Literal["x", "y"]) -> None:
 
 
 def marker(style: Style) -> Look:
-    """Return the look of a strategy's marker, hollow for variants and emulated strategies."""
+    """Return the look of a marker.  Markers of variants and emulated strategies are hollow."""
     return {
         "marker": style.marker,
         "linestyle": "",

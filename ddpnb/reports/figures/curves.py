@@ -29,7 +29,7 @@ LABEL_GAP_POINTS = SMALL_POINTS * 1.35
 LEADER_INCHES = (0.02, 0.07, 0.16, 0.19)
 """Distances from the axes in inches: a leader line's start, bend and end, and its label's start."""
 MAX_NAMED = 2
-"""Maximum number of events of a strategy that have a label, such as the death of a rank."""
+"""Maximum number of a strategy's events, such as the death of a rank, that have a label."""
 
 Points = tuple[Floats, Floats]
 """The x coordinates and the y coordinates of points."""
@@ -96,7 +96,7 @@ def held_out(runs: Sequence[RunSnapshot], x: str, y: str) -> Line:
 
 
 def _line(strong: Sequence[Points], raw: Sequence[Points] = ()) -> Line:
-    """Return the ``Line`` of one run with its ``raw`` points, or of repeats with their median."""
+    """Return a ``Line``: one run with its ``raw`` points, or the median of several repeats."""
     gap = np.array([np.nan])
     faint = [
         each for points in (strong if len(strong) > 1 else raw) for each in (points, (gap, gap))
@@ -109,7 +109,7 @@ def _line(strong: Sequence[Points], raw: Sequence[Points] = ()) -> Line:
 
 
 def _median(lines: Sequence[Points]) -> Points:
-    """Return the median of lines, at each x that at least half of the lines reach."""
+    """Return the median of several lines, at each x that at least half of these lines reach."""
     if not lines:
         return np.empty(0), np.empty(0)
     first = min(float(x[0]) for x, _ in lines)
@@ -155,7 +155,7 @@ def draw_curves(axes: Axes, panel: CurvePanel) -> None:
 
 
 def _draw_target(axes: Axes, target: float, *, is_reached_from_below: bool) -> None:
-    """Draw a horizontal line at ``target``.  Its label is at the right, far from the curves."""
+    """Draw a horizontal line at ``target``.  The label is at the right, far from curves."""
     axes.axhline(target, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1.5)
     up, va = (0.03, "bottom") if is_reached_from_below else (0.97, "top")
     look: Look = {"ha": "right", "va": va, "fontsize": SMALL_POINTS, "color": INK}
@@ -179,7 +179,7 @@ def _y_limits(panel: CurvePanel, lines: Sequence[Line]) -> tuple[float, float]:
 
 
 def _extent(line: Line, is_log: bool) -> tuple[float, float]:
-    """Return the smallest and the largest y of a ``Line``, without outliers of its faint lines."""
+    """Return the smallest and the largest y of a ``Line``.  Ignore outliers of the faint lines."""
     strong = line.y[_can_show(line, is_log)]
     faint = line.faint_y[np.isfinite(line.faint_y)]
     faint = faint[faint > 0] if is_log else faint
@@ -211,8 +211,8 @@ def spread_out(
     """Move positions apart so that labels do not overlap, and keep their order.
 
     All positions are then between ``low`` and ``high``.  Neighbours are at least ``gap`` apart, or
-    closer if there is too little space.  Each position is the mean of two layouts: in the first
-    layout, positions only move up; in the second layout, they only move down.
+    closer if there is too little space.  Each position is the mean of its positions in two layouts.
+    The first layout only moves positions up, and the second only moves them down.
     """
     gap = min(gap, (high - low) / max(len(wanted) - 1, 1))
     order, apart = np.argsort(wanted, kind="stable"), gap * np.arange(len(wanted))
@@ -224,10 +224,10 @@ def spread_out(
 
 
 def _draw_events(axes: Axes, strategy: Strategy, line: Line, x: str, up: float) -> int:
-    """Draw the events of a strategy's runs.  Return the number of text lines in their label.
+    """Draw the events of a strategy's runs.  Return the number of text lines of the label.
 
     NaN or infinite losses are drawn as crosses at the top, other events as vertical lines.  The
-    top of the label is at ``up``, a share of the height of the axes.
+    label's top is at the height ``up``, a share of the axes' height.
     """
     at_x: Look = {"transform": axes.get_xaxis_transform(), "color": strategy.style.colour}
     marks = {

@@ -26,11 +26,11 @@ from ddpnb.reports.style import EVERYTHING, PlotOptions, style_of
 WIDTH = 13.6
 """Width in inches.  Small text is then at least 10 pixels high on a 1280-pixel screen."""
 TOP = 0.8
-"""Height of the figure's title and the first panels' titles, in inches like all sizes below."""
+"""Height of the figure's title plus the first panels' titles.  All sizes are in inches."""
 MARGIN, HEAD = 0.17, 0.34
 """Margin around the figure, and height of the titles of the second row of columns."""
 PANEL_HEIGHT, PANELS_GAP = 1.95, 0.78
-"""Height of a panel, and height of the gap between two panels, with ticks and a title."""
+"""Height of a panel, and height of the gap between two panels (with ticks and a title)."""
 LABEL_HEIGHT, LEAST_LABEL_WIDTH = 0.225, 0.74
 """Height and minimum width of a label at the end of a line."""
 CHARACTER, BOLD = 0.1, 1.12

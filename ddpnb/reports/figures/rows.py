@@ -28,7 +28,7 @@ LEGEND: Look = {
 }
 MB = 1e6
 SLOW = 1.25
-"""A rank is slow if its own work takes at least this multiple of the fastest rank's time."""
+"""A rank is slow if its own work takes at least this many times as long as the fastest rank's."""
 MAX_SHOWN_STALENESS = 8
 """Staleness of the histogram's last bar.  This bar also counts updates with greater staleness."""
 LEAST_DIFFERENCE = 1.5
@@ -293,7 +293,7 @@ def _draw_memory(axes: Axes, strategy: Strategy, middle: float) -> str:
 def _memory_differs(strategies: Sequence[Strategy]) -> bool:
     """Return True if a rank of one strategy uses much more memory than a rank of another strategy.
 
-    ``single``, which has the whole batch on one device, and ``no-comm`` are ignored.
+    This function ignores ``no-comm`` and ``single``, which has the whole batch on one device.
     """
     others = [s.summary for s in strategies if not s.summary.name.startswith((BASELINE, CEILING))]
     totals = [each.memory.total for each in others if each.memory.total]

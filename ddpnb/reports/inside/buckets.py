@@ -151,9 +151,9 @@ def _length(spans: Sequence[Span]) -> float:
 
 
 def one_by_one(spans: Sequence[Span]) -> list[Span]:
-    """Return a step's spans, and let each bucket begin after the end of the rank's previous bucket.
+    """Return a step's spans, changed so that each bucket begins after its rank's previous bucket.
 
-    A bucket that ends before the rank's previous bucket ends is not changed.
+    If a bucket ends before its rank's previous bucket, the span is not changed.
     """
     found, ends = [], dict[int, float]()
     for span in sorted(spans, key=lambda span: span.start):

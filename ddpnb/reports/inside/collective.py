@@ -28,7 +28,7 @@ NUMBER_BYTES = 4
 PACKET_BYTES = 1400
 """Number of bytes that certainly fit into one Ethernet packet."""
 LATENCY_FACTOR = 2.0
-"""A call is latency-bound if it takes at most this many times as long as the smallest call."""
+"""A call is latency-bound if it takes at most this many times as long as the smallest tensor."""
 REDUCED = "#f6e39a"
 """Background colour of results that are computed from the numbers of several ranks."""
 BEFORE, AFTER, SENT, TIME = 1.5, 6.6, 11.3, 12.7
@@ -56,7 +56,7 @@ class CollectiveResult(Shown):
 
     @property
     def num_bytes(self) -> int:
-        """B in the formulas: size of a rank's input in bytes.  For scatter, size of its output."""
+        """B in the formulas: size of a rank's input, or of its output for ``scatter``, in bytes."""
         is_scatter = self.spec.name == "scatter"
         return NUMBER_BYTES * max(e.num_got if is_scatter else e.num_given for e in self.shown)
 

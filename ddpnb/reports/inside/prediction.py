@@ -24,7 +24,7 @@ CELLS = "Each cell shows samples/s, the time of a step, and the efficiency compa
 @final
 @dataclass(frozen=True, repr=False)
 class PredictionResult(Shown):
-    """A prediction.  It is shown as a picture and a table, and ``prediction`` has the numbers."""
+    """A prediction.  It is shown as a picture and a table.  ``prediction`` contains the numbers."""
 
     prediction: Prediction
 
@@ -46,7 +46,7 @@ class PredictionResult(Shown):
         )
 
     def sentence(self) -> str:
-        """Return a sentence that says where each strategy stops scaling, and its bottleneck."""
+        """Return a sentence with the end of scaling and the bottleneck of each strategy."""
         parts = []
         for name, stop in self.prediction.stops.items():
             held = self.prediction.limits[name]
@@ -101,7 +101,7 @@ def _computing(prediction: Prediction) -> str:
 
 
 def _between(prediction: Prediction) -> str:
-    """Return a note with the speed of the links between ranks, and the all-reduce algorithm."""
+    """Return a note on the speed of the links between ranks and on the all-reduce algorithm."""
     measured, question = prediction.found.measured, prediction.question
     machine, link = prediction.machine, prediction.machine.link
     how = f"The all-reduce algorithm is {machine.algorithm}."

@@ -120,7 +120,7 @@ def _compare(name: str, part: Part, held: Mapping[int, Held]) -> Finding:
 
 
 def _grouped(finding: Finding, tensors: Mapping[int, TensorDigest | None]) -> Finding:
-    """Return the finding, and group the ranks that have the same values of the tensor."""
+    """Return the finding with groups of ranks that have the same values of the tensor."""
     groups: dict[TensorDigest, list[int]] = {}
     lacking: list[int] = []
     for rank, each in sorted(tensors.items()):
@@ -143,7 +143,7 @@ def _grouped(finding: Finding, tensors: Mapping[int, TensorDigest | None]) -> Fi
 
 
 def measured(finding: Finding, values: Sequence[NDArray[Any]]) -> Finding:
-    """Return the finding, and add the measured size of the difference.
+    """Return the finding with the measured size of the difference.
 
     Args:
         finding: a finding with chunks to measure.
@@ -292,7 +292,7 @@ def _is_statistic(buffer: str) -> bool:
 
 
 def _skipped_step(replicas: Sequence[RankReplica]) -> str:
-    """Return a message if an optimizer took different numbers of steps on ranks, else ``""``."""
+    """Return a message if ranks took different numbers of optimizer steps, otherwise ``""``."""
     for name in dict.fromkeys(name for each in replicas for name in each.num_steps):
         counts: dict[int, list[int]] = {}
         for each in replicas:

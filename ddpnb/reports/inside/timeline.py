@@ -57,7 +57,7 @@ OTHER_COLOURS = (
 """Colours of all other kinds of spans.  The kind with the earliest span gets the first colour."""
 
 Bar = tuple[Span, float]
-"""A span, and the time until which it waits for other ranks (its start if it does not wait)."""
+"""A span, and the time when its wait for other ranks ends (its start if it does not wait)."""
 
 
 def draw_timeline(
@@ -161,7 +161,7 @@ def _kind(span: Span) -> str:
 
 
 def _draw_row(axes: "Axes", top: float, bars: list[Bar], colours: Mapping[str, str]) -> None:
-    """Draw a row's bars, at least a pixel wide.  Leave out bars that other bars would hide."""
+    """Draw a row's bars, each at least one pixel wide.  Leave out bars that others would hide."""
     pixel = axes.get_xlim()[1] / PIXELS
     height = (top + 0.08, 0.84)
     solid: dict[str, list[tuple[float, float]]] = defaultdict(list)

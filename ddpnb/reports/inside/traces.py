@@ -63,7 +63,7 @@ class TraceResult(Shown):
         return "\n".join(lines)
 
     def content(self, ending: str) -> bytes:
-        """Return a file's content.  A ``.json`` file has Chrome's trace format, as for Perfetto."""
+        """Return a file's content.  A ``.json`` file has Chrome's trace format, for Perfetto."""
         if ending == ".json":
             return json.dumps(chrome_trace(self)).encode()
         return super().content(ending)

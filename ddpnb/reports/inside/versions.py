@@ -1,7 +1,7 @@
 """Shows which versions of the parameters asynchronous workers read and write (kernel).
 
-For each gradient, the server reports the new version and the gradient's staleness.  ddpnb computes
-the version that the worker had read from these two numbers.
+For each gradient, the server reports the new version and the gradient's staleness.  From these two
+numbers, ddpnb computes the version that the worker had read.
 """
 
 import math
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_UPDATES = 36
-"""Number of gradients to draw, or three gradients per worker if there are over 12 workers."""
+"""Minimum number of gradients to draw.  ddpnb also draws at least three per worker."""
 SHOWN_WAIT_SECONDS = 1e-4
 """The time that a worker waits for others is drawn only if it is longer than this, in seconds."""
 ROW, LEAST_ROW, ROWS_HEIGHT, TICKS_HEIGHT = 0.44, 0.26, 3.6, 0.75
@@ -63,7 +63,7 @@ class AsyncInspection(Shown):
     """The updates, in the order of the versions."""
     num_ranks: int
     bound: int
-    """Maximum number of steps that a worker may be ahead of the slowest, or -1 for no maximum."""
+    """Maximum number of steps that a worker may be ahead of the slowest; -1 if unlimited."""
     marks: tuple[Mark, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -77,7 +77,7 @@ class AsyncInspection(Shown):
         return self.updates[first : first + num]
 
     def about(self, rank: int) -> str:
-        """Return a text that says how many gradients a worker sent, and their mean staleness."""
+        """Return a text with the number of a worker's gradients and with their mean staleness."""
         own = self.updates.staleness[self.updates.rank == rank]
         mean = own.mean() if len(own) else math.nan
         return f"{counted(len(own), 'gradient')}, mean staleness {number(mean, 2)}"
@@ -222,7 +222,7 @@ def _draw_lanes(
 def _draw_arrows(
     axes: "Axes", inspection: AsyncInspection, shown: Updates, ranks: Sequence[int]
 ) -> None:
-    """Draw an arrow for each gradient: from the version that was read to the updated version."""
+    """Draw an arrow for each gradient: from the version that was read to the new version."""
     dress(axes, x_label="version (arrows: from the version that was read to the updated version)")
     low, high = shown.read.min(), shown.version.max()
     axes.set(ylim=(len(ranks), 0), yticks=[])
