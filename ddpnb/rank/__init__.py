@@ -1,1 +1,1 @@
-"""The code that runs on ranks.  It never imports IPython's display, ipywidgets or matplotlib."""
+"""Code that runs on ranks and never imports IPython.display, ipywidgets or matplotlib."""

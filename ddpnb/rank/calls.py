@@ -1,4 +1,4 @@
-"""Implements the calls that ``protocol.calls`` declares: one function for each call (ranks)."""
+"""Implements each call that ``protocol.calls`` declares as one function (ranks)."""
 
 import functools
 import os
@@ -34,8 +34,8 @@ def carries_out(
 
     Args:
         declared: the call that the function implements.
-        answers: if True, exceptions are returned to the notebook as a ``Failure``.  If
-            False, exceptions are raised, because only an error of ddpnb can cause them.
+        answers: if True, exceptions are returned to the notebook as a ``Failure``.  If False,
+            exceptions are raised, because only a mistake in ddpnb can cause them.
         runs_users_code: if True, the call runs the user's code, and an interrupt can end the call.
     """
 
@@ -110,7 +110,7 @@ def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None) -> 
 
 
 def surroundings_of(engine: RankEngine, spec: RunSpec | None) -> Surroundings:
-    """Return this rank's state, variables and folder.  In tracebacks, a cell is ``Cell In[n]``."""
+    """Return this rank's state, variables and folder.  Tracebacks call a cell ``Cell In[n]``."""
     group, shell = engine.group, engine.shell
     here = Surroundings(
         state=group.state(),

@@ -1,4 +1,4 @@
-"""Releases a rank from waits outside the process group, and defines errors of such waits (ranks).
+"""Ends a rank's waits outside the process group, and defines the errors of these waits (ranks).
 
 Code that waits for other ranks outside the process group uses a ``CancellationToken``.  If the code
 waits for a socket or a condition, it registers a callback that ends the wait.  If the code polls,
@@ -29,7 +29,7 @@ class RankLostError(ConsequenceError):
 
 
 class RunCancelledError(ConsequenceError):
-    """Raised on a rank that is not waiting, to end the run after another rank has failed."""
+    """Raised after another rank has failed, to end the run on a rank that is not waiting."""
 
 
 @final

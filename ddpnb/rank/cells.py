@@ -34,7 +34,7 @@ from ddpnb.rank.stack import OWN_FOLDER, is_users
 from ddpnb.rank.torchrun import process_of, run_script
 
 DRAIN_SECONDS = 0.2
-"""Maximum seconds that a rank waits, after a cell, for output of C code and child processes."""
+"""Maximum seconds that a rank waits after a cell for output from C code and child processes."""
 
 Result = TypeVar("Result")
 
@@ -90,7 +90,7 @@ def ignore(number: int, frame: object) -> None:
 
 
 def run_source(spec: CellSpec, engine: RankEngine) -> list[BaseException]:
-    """Run a cell's source; return a list of all errors, with the error to report first."""
+    """Run a cell's source.  Return a list of all errors, beginning with the error to report."""
     engine.shell.execution_count = spec.execution_count
     was_aborted = engine.group.cancellation.is_aborted
     warn_again()
@@ -189,9 +189,9 @@ def failure_of(error: BaseException, engine: RankEngine) -> Failure:
 
 
 def line_of(error: BaseException) -> int:
-    """Return the line of the user's code at which an error occurred; 0 if it occurred elsewhere.
+    """Return the line of the user's code at which an error occurred, or 0 for an error elsewhere.
 
-    If a function that another cell defines raised the error, return the line of the function call.
+    If the error occurred in a function from another cell, return the line that calls the function.
     """
     found = [
         (frame.f_code.co_filename, line)
@@ -213,7 +213,7 @@ class UnusedParametersError(RuntimeError):
 
 
 def explained(error: BaseException) -> BaseException:
-    """Return ``error``, or an error that names the unused parameters if DDP waits for them."""
+    """Return ``error``, but name the unused parameters in the message if DDP waits for them."""
     numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
     for frame, _ in traceback.walk_tb(error.__traceback__):
         model = frame.f_locals.get("self")
@@ -260,9 +260,9 @@ def traceback_of(error: BaseException, shell: Any) -> list[str]:
 def is_plain(error: BaseException) -> bool:
     """Return True if the notebook shows Python's traceback instead of IPython's.
 
-    IPython takes long to format a traceback, and many ranks fail at once after an interrupt or
-    after one rank's failure.  IPython also cannot format a frame without a line number, which
-    occurs between two instructions.
+    IPython formats tracebacks slowly, and an interrupt or one rank's failure can make many ranks
+    fail at once.  Between two instructions, a frame can lack a line number, and IPython cannot
+    format such a frame.
     """
     if isinstance(error, KeyboardInterrupt) or is_consequence(error):
         return True

@@ -85,7 +85,7 @@ def _connections_by_inode() -> dict[str, Ends]:
 
 @lru_cache(maxsize=65536)
 def _read_address(text: str, family: socket.AddressFamily) -> Address:
-    """Parse an address of ``/proc/net/tcp``: 32-bit words in the machine's byte order."""
+    """Parse an address of 32-bit words, in the machine's byte order, from ``/proc/net/tcp``."""
     ip, port = text.split(":")
     words = [int(ip[at : at + 8], 16) for at in range(0, len(ip), 8)]
     packed = struct.pack(f"={len(words)}I", *words)
@@ -102,7 +102,7 @@ def own_connections() -> Iterator[TcpConnection]:
 
 
 def shut_down(fd: int, how: int = socket.SHUT_RDWR) -> bool:
-    """Shut down a socket without closing it, so all waits end; return True if it was connected."""
+    """End all waits at a socket without closing it.  Return True if the socket was connected."""
     try:
         with as_socket(fd) as end:
             end.shutdown(how)

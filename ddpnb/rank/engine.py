@@ -61,7 +61,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
     answers = Instance(SimpleQueue, ())
     """Lines that the user types to debug this rank.  A None entry means that no more lines follow.
 
-    The debugger reads this queue, and it cannot step into ``SimpleQueue``, which is C code.
+    The queue is a ``SimpleQueue``, because the debugger cannot step into this class's C code.
     """
     stop_wanted = Instance(threading.Event, ())
     """An event that is set when the run in progress should end early."""
@@ -128,7 +128,7 @@ class Sending:
 
 
 def id_of(request: Any) -> str:
-    """Return the id of a request to the rank; an empty string if there is no request."""
+    """Return the id of a request to the rank, or an empty string if there is no request."""
     return str(request["header"].get("msg_id", "")) if request else ""
 
 

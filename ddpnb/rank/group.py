@@ -71,7 +71,7 @@ class Group:
     world_size: int
     local_world_size: int
     master: Address
-    """Address of the store for ranks on several hosts, even if a cell changes ``MASTER_ADDR``."""
+    """Store's address for several hosts.  A cell's ``MASTER_ADDR`` cannot change this address."""
     backend: str
     device: torch.device
     folder: Path
@@ -190,8 +190,8 @@ class Group:
         """Return True if a connection probably leads to a rank on another host.
 
         A lost host cannot report the connections of its ranks.  So a connection to another host
-        counts as a rank's connection if the system chose both ports (ephemeral ports).  If the
-        user's code connects to a service on the other host, the service has a fixed port.
+        counts as a rank's connection if the system chose both ports (ephemeral ports).  Services to
+        which the user's code connects have fixed ports, so these connections do not count.
         """
         if connection.raddr.ip not in self.peers:
             return False
@@ -253,7 +253,7 @@ def abort_groups(seconds: float) -> bool:
     A collective that waits on the CPU then raises an error.  A collective that waits on a GPU ends
     with a meaningless tensor.  Aborted groups stay registered, so the next call reports the abort.
     Torch's ``_abort_process_group`` would remove groups while another thread uses them.  Each abort
-    runs in a thread, because it may last until the group's timeout or wait for another abort.
+    runs in a thread, because an abort may last until the group's timeout or wait for another abort.
     """
     groups = torch_internals.process_groups()
     return ends_in_time([group.abort for group in groups], seconds)

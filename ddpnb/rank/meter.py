@@ -29,7 +29,7 @@ Moment = Any
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has finished its work, before a clock is read; ignore all other devices."""
+    """If the device is a GPU, wait until it has finished its work, so that a clock can be read."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -44,7 +44,7 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
 
 
 class Traffic(NamedTuple):
-    """Number of bytes that a worker sent to other workers and received from them."""
+    """Bytes that a worker sent to other workers, and bytes that it received from them."""
 
     sent: int = 0
     received: int = 0
@@ -173,7 +173,7 @@ class Account(Listener):
         self._thread = threading.get_ident()
 
     def begin(self, call: Call) -> None:
-        """Count a call's bytes; if the call does not block, record that a message is under way."""
+        """Count a call's bytes.  If the call does not block, record that a message is under way."""
         sent, received = call.traffic
         self._meter.count(sent=sent, received=received)
         if not call.is_blocking:

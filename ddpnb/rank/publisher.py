@@ -1,7 +1,7 @@
 """Sends events to the notebook through a queue, without slowing the training (ranks).
 
-The training thread only appends events.  Another thread sends all events in the queue twice a
-second, as one message.
+The training thread only appends events.  Twice a second, another thread sends all events in the
+queue as one message.
 """
 
 import itertools

@@ -82,7 +82,7 @@ def completions(shell: Any, source: str, offset: int) -> tuple[str, list[tuple[s
 
 
 def description(shell: Any, source: str, offset: int, detail_level: int) -> dict[str, str]:
-    """Return the help for the name at ``offset`` as a MIME bundle, empty if the name is unknown."""
+    """Return the help for the name at ``offset`` as a MIME bundle; empty if the name is unknown."""
     try:
         bundle = shell.object_inspect_mime(token_at_cursor(source, offset), detail_level)
     except KeyError:

@@ -82,7 +82,7 @@ class AdoptedGroup:
 
     @contextlib.contextmanager
     def during(self) -> Iterator[None]:
-        """Return a context for the user's code; at its end, make a hidden group visible again."""
+        """Return a context for the user's code.  When it ends, show a hidden group again."""
         try:
             yield
         finally:
@@ -136,7 +136,7 @@ class AdoptedGroup:
 
 
 def backend_on(device: str, backend: str) -> str:
-    """Return the backend for a kind of device, for example from ``"cpu:gloo,cuda:nccl"``."""
+    """Return a device's backend from a string such as ``"cpu:gloo,cuda:nccl"``."""
     pairs = [part.partition(":") for part in backend.lower().split(",")]
     return {kind: name or kind for kind, _, name in pairs}.get(device, pairs[0][0])
 
@@ -148,7 +148,7 @@ def process_of(script: Script, device: torch.device) -> Iterator[None]:
     The end of the context restores ``sys.argv``, ``sys.path``, the working folder and the random
     state.  The next script imports modules from the script's folder again, because the user may
     have edited these modules.  Enter and leave the context while SIGINT is ignored.  Otherwise an
-    interrupt could prevent the context from undoing all changes.
+    interrupt could prevent the context from undoing some of the changes.
     """
     main, argv, path, cwd = sys.modules["__main__"], sys.argv[:], sys.path[:], Path.cwd()
     folder = Path(script.path).resolve().parent if script.path else cwd

@@ -1,6 +1,6 @@
 """Exchanges this rank's variables with the notebook (ranks).
 
-A rank receives variables and functions from the notebook, and sends values and models to it.  A
+A rank receives variables and functions from the notebook, and sends values and models back.  A
 rank also finds variables that still hold a process group that has ended.
 """
 
@@ -20,14 +20,14 @@ REPLACED = (FunctionType, type, ModuleType, int, float, complex, str, bytes, typ
 """Types of functions, classes and constants.  Training cannot modify values of these types."""
 
 MAX_ITEMS = 1000
-"""Containers with more items than this are not searched for process groups."""
+"""Maximum number of items in containers that ddpnb searches for process groups."""
 
 
 def take(parcel: Parcel, namespace: dict[str, Any]) -> None:
     """Put a parcel's variables into the namespace.  If an error occurs, change no variable.
 
     The parcel also contains the variables that its functions use.  If this rank already has one of
-    these variables, the old value stays, unless it is a function, a class or a constant.
+    these variables, the old value stays, unless the old value is a function, a class or a constant.
     """
     own = dict(namespace)
     try:
@@ -126,7 +126,7 @@ def give(
 
 
 def stale_variables(namespace: Mapping[str, object]) -> list[StaleVariable]:
-    """Return the variables that hold a process group: directly, in an item or in a submodule."""
+    """Return the variables that hold a process group directly, in an item or in a submodule."""
     found: list[StaleVariable] = []
     for name, value in namespace.items():
         if name.startswith("_") or name in ("In", "Out"):  # IPython's history

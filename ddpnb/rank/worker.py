@@ -100,7 +100,7 @@ class Worker:
     amp: torch.dtype | None = None
     """The data type of autocast in the forward pass.  If None, autocast is off."""
     laboratory: Laboratory | None = None
-    """The emulated devices that this worker belongs to; None if the worker's time is measured."""
+    """The emulated devices to which this worker belongs; None if the worker's time is measured."""
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     """List of the optimizers that the method ``optimizer`` has made, in order."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
@@ -227,7 +227,7 @@ class Batch:
         return self.num_samples / self.num_global
 
     def split(self, num_parts: int) -> list[Batch]:
-        """Split the batch into ``num_parts`` micro-batches, or ``most_parts`` if this is less."""
+        """Split the batch into ``num_parts`` micro-batches.  The maximum is ``most_parts``."""
         if num_parts == 1:
             return [self]
         num = min(num_parts, self.most_parts or self.num_samples)

@@ -2,7 +2,7 @@
 
 Each process group has a file: a ring buffer with one place for each call and rank.  A place holds a
 call's number and two times (see ``Ready``).  If all ranks take part in a call, the real exchange
-makes all writes visible.  In other calls, a rank waits until the place holds the call's number.
+makes all writes visible.  Otherwise, a rank waits until the place holds the call's number.
 """
 
 import mmap

@@ -1,4 +1,4 @@
-"""Flat buffers store many tensors end to end in one tensor per dtype, for collectives (ranks)."""
+"""Flat buffers for collectives store many tensors end to end, in one tensor per dtype (ranks)."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 class FlatBuffer:
     """One flat buffer for each dtype, with a view for each of the given tensors.
 
-    The buffers are on a device from which the default group can send.  For gloo, this is the CPU.
+    The buffers are on a device from which the default group can send (for gloo, the CPU).
     """
 
     def __init__(self, like: Sequence[Tensor]) -> None:
@@ -67,6 +67,6 @@ def num_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor.  Importing ``DTensor`` for this would take a second."""
+    """Return this rank's part of a tensor, without importing ``DTensor`` (which takes a second)."""
     to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()

@@ -2,8 +2,8 @@
 
 Users and torch's Python code call methods of ``ProcessGroup``.  ddpnb replaces these methods.
 Torch's C++ code, such as DDP's backward pass, calls only the dispatcher.  In the dispatcher, ddpnb
-adds a Python kernel in front of the backend's kernel.  The replaced methods bypass these kernels.
-The methods and kernels stay installed, but take almost no time if there is no listener.
+adds a Python kernel in front of the backend's kernel.  The new methods bypass these kernels.
+The new methods and kernels stay installed, but take almost no time if there is no listener.
 
 A listener overrides only the methods that it needs.  A call returns the backend's own work object
 unless a listener overrides ``waiting`` or ``ended``.
@@ -53,7 +53,7 @@ Heard = TypeVar("Heard", bound=Listener)
 
 
 class _Audience(NamedTuple):
-    """All listeners, and the listeners that override each method."""
+    """All listeners, and for each method, the listeners that override this method."""
 
     every: tuple[Listener, ...] = ()
     make: tuple[Listener, ...] = ()
@@ -68,7 +68,7 @@ class _Audience(NamedTuple):
 
 _audience = _Audience()
 _kept: "deque[Exchange]" = deque(maxlen=64)
-"""Objects that stay alive until a caller waits, because C++ may hold only their C++ parts."""
+"""Work objects that stay alive until a caller waits, because C++ may hold only their C++ part."""
 
 
 @contextlib.contextmanager
@@ -159,7 +159,7 @@ def _kernel(collective: Collective) -> Callable[..., Any]:
         group = torch_internals.ProcessGroup.unbox(arguments[num])
         rest = arguments[num + 1 :]
         root = NO_ROOT if collective.root is None else rest[collective.root]
-        blocks = collective.name == "broadcast"  # C++ waits at once, and ddpnb cannot see it
+        blocks = collective.name == "broadcast"  # C++ waits at once, and ddpnb cannot see this wait
         compared = arguments[:num] + rest
         call = Call(collective, group, compared, root, is_blocking=blocks, is_in_cpp=True)
         made: Any = None
@@ -243,7 +243,7 @@ def _end(call: Call, audience: _Audience) -> None:
 
 @final
 class Exchange(dist.Work):
-    """The ``Work`` of an asynchronous call, which reports waits and the call's end to listeners."""
+    """The ``Work`` of an asynchronous call.  It tells listeners about waits and the call's end."""
 
     def __init__(self, work: Any, call: Call, audience: _Audience) -> None:
         super().__init__()

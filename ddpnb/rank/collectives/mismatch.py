@@ -1,11 +1,11 @@
-"""The check that all ranks call the same collective, before the backend gets the call (ranks).
+"""Checks that all ranks call the same collective before the backend gets the call (ranks).
 
-If ranks call one collective with tensors of different sizes, gloo kills the process.  To prevent
-this, a host's ranks share a file for each group, and each rank writes its last calls to this file.
-After writing a call, a rank reads the other ranks' calls with the same number.  Each write and each
-read holds a lock that orders memory accesses.  If two ranks write at the same time, at least one of
-them finds the other rank's call.  A rank that finds a different call raises an error, so at most
-one of the two calls reaches the backend.  ddpnb then releases the rank that waits in the backend.
+If ranks call the same collective with tensors of different sizes, gloo kills the process.  To
+prevent this, a host's ranks share a file for each group, and each rank writes its last calls to the
+file.  After writing a call, a rank reads the other ranks' calls with the same number.  Each write
+or read holds a lock that orders memory accesses.  If two ranks write at the same time, at least one
+finds the other rank's call.  A rank that finds a different call raises an error, so at most one of
+the two calls reaches the backend.  ddpnb then releases the rank that waits in the backend.
 """
 
 import contextlib
@@ -87,7 +87,7 @@ class MismatchCheck(intercept.Listener):
         return (log and log.num_made) or 0
 
     def num_calls(self) -> dict[str, int | None]:
-        """Map each group's name to the number of this rank's calls, or to None if it is unknown."""
+        """Map each group's name to this rank's number of calls, or to None if unknown."""
         found: dict[str, int | None] = {}
         for group in torch_internals.process_groups():
             log = self._logs.get(group)
@@ -125,7 +125,7 @@ class MismatchCheck(intercept.Listener):
             call.notes[self].take_back(is_certain=isinstance(error, Exception))
 
     def _open(self, call: Call) -> "CollectiveLog | None":
-        """Return a new group's log.  Return None for one rank, an unknown group or a full disk."""
+        """Return a new group's log; None for an unknown group, a single rank or a full disk."""
         group, ranks, log = call.group, call.ranks, None
         if not ranks:  # torch.distributed does not know this group (yet)
             return None
@@ -141,7 +141,7 @@ class MismatchCheck(intercept.Listener):
 
 
 def missing_features() -> tuple[str, ...]:
-    """Return a warning that names the collectives that ddpnb cannot compare, if there are any."""
+    """If ddpnb cannot compare some of the collectives, return a warning with their names."""
     names = sorted({each.name for each in METHODS.values() if not intercept.is_known(each)})
     if not names or not torch_internals.intercepts_collectives.works:
         return ()  # the probe itself reports that no collective can be compared
@@ -213,7 +213,7 @@ class CollectiveLog:
         return self._num_calls if self._is_certain else None
 
     def write(self, entry: Entry, line: str = "") -> None:
-        """Write this rank's next call and the user's line, and compare it with other ranks' calls.
+        """Write this rank's next call and the user's line, then compare the calls of all ranks.
 
         Raises:
             CollectiveMismatchError: another rank's call still differs after ``SETTLE_SECONDS``.
@@ -251,7 +251,7 @@ class CollectiveLog:
             self._num_calls -= 1
 
     def _settle(self, entry: Entry, number: int) -> None:
-        """Raise an error if other ranks do not withdraw different calls in ``SETTLE_SECONDS``."""
+        """Raise an error unless other ranks withdraw different calls within ``SETTLE_SECONDS``."""
         seen: dict[int, Entry] = {}
         deadline = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < deadline:

@@ -1,8 +1,8 @@
-"""Sums of tensors over the ranks of one host, in shared memory (ranks).
+"""Sums tensors over the ranks of one host in shared memory (ranks).
 
-Sockets are slow if many ranks share few cores.  Instead, rank r adds up part r of all tensors, in
-the order of gloo's ring (``gloo/allreduce.cc``).  So the sum is bitwise equal to gloo's sum.  In
-gloo's ring, rank r - 1 sends part r, rank r - 2 adds its numbers, and so on.
+Sockets are slow if many ranks share few cores.  In shared memory, rank r adds up part r of all
+tensors in the order of gloo's ring (``gloo/allreduce.cc``).  The sum is bitwise equal to gloo's
+sum.  In gloo's ring, rank r - 1 sends part r to rank r - 2, rank r - 2 adds its numbers, and so on.
 
 Sums alternate between two sets of slots, so no rank overwrites numbers that another rank still
 reads.  When a rank begins sum t, all ranks have begun sum t - 1 and therefore finished sum t - 2.
@@ -29,14 +29,14 @@ _SEGMENT_BYTES: Final = 1 << 20
 @final
 @dataclass(eq=False)
 class SharedSums:
-    """Shared memory that sums the tensors of each group."""
+    """Sums tensors over the ranks of a group in shared memory."""
 
     path: Path
     """Path prefix of the files that the ranks share in the run folder."""
     check: Callable[[], None]
     """Function that raises an error if this rank should stop waiting."""
     waiting: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Function that returns a context manager, entered while this rank waits for other ranks."""
+    """Function that returns a context manager to enter while this rank waits for other ranks."""
 
     def __post_init__(self) -> None:
         self._slots: dict[str, Tensor] = {}
@@ -93,7 +93,7 @@ class SharedSums:
             self._boards[name].read(number, rank)
 
     def _slots_for(self, group: Any, num_bytes: int, number: int) -> Tensor:
-        """Return one slot per rank for a tensor.  Slot sizes are rounded up to a power of two."""
+        """Return slots for a tensor, one per rank.  Slot sizes are powers of two."""
         size = 1 << (num_bytes - 1).bit_length()
         name = f"{self.path}.{group.group_name}.{size}.{number % 2}.sum"
         if name not in self._slots:
@@ -103,7 +103,7 @@ class SharedSums:
 
 
 def _part_bytes(flat: Tensor, num_ranks: int) -> int:
-    """Return the number of bytes that one rank adds up: its segments in gloo's ring."""
+    """Return the size in bytes of the part that one rank adds up, as in gloo's ring."""
     num = max(math.ceil(flat.nbytes / _SEGMENT_BYTES), 2 * num_ranks)
     num_per_rank = math.ceil(num / num_ranks)
     each = math.ceil(flat.nbytes / (num_per_rank * num_ranks))

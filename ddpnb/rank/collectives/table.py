@@ -24,13 +24,13 @@ class Collective:
     """Number of arguments of the operation before the argument for the group."""
     _: KW_ONLY
     tensor: int | None = 0
-    """Index of the argument with the tensors: the inputs, or the outputs if a rank may have no
-    input.  None if the collective has no tensors."""
+    """Index of the argument with the input tensors, or with the output tensors if a rank may have
+    no input.  None if the collective has no tensors."""
     root: int | None = None
     """Index of the root among the arguments after the group, or None if there is no root."""
     root_is: Literal["from", "to", ""] = ""
     equal: Literal["always", "on CPUs", "unless split", "never"] = "always"
-    """Cases in which all ranks' sizes must be equal.  NCCL has fewer such cases than gloo."""
+    """Cases in which all ranks' tensors need equal sizes.  NCCL has fewer such cases than gloo."""
     is_message: bool = False
     """True if only two ranks take part: this rank and the rank in the call's second argument."""
 
@@ -73,7 +73,7 @@ METHODS |= {
     "reduce_scatter_single_coalesced": METHODS["reduce_scatter_tensor_coalesced"],
     "all_to_all_single": METHODS["alltoall_base"],
 }
-"""These methods and their operations have different names in some or all torch versions."""
+"""Methods with a name that differs from the operation's name in at least one torch version."""
 
 
 @dataclass(slots=True, eq=False)
@@ -139,10 +139,10 @@ class Call:
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """Number of bytes sent and number of bytes received by this rank, with usual algorithms.
+        """Bytes that this rank sends and bytes that it receives, according to usual algorithms.
 
-        These are the bytes on the busiest link.  If the collective has a root, only the root counts
-        the bytes on this link.  Every other rank counts the bytes of its own tensors.
+        Each rank counts the bytes on the busiest link.  But if the collective has a root, only the
+        root counts these bytes.  Every other rank counts the bytes of its own tensors.
         """
         collective, carried = self.collective, round(self.messages.num_bytes)
         if collective.is_message:
@@ -156,7 +156,7 @@ class Call:
 
 
 def tensors_in(argument: Any) -> list[Tensor]:
-    """Return the tensors in an argument: a tensor, a list of tensors, or a list of such lists."""
+    """Return the tensors in an argument that is a tensor, a list of tensors or a list of lists."""
     if isinstance(argument, Tensor):
         return [argument]
     return [tensor for each in argument for tensor in tensors_in(each)]

@@ -2,7 +2,7 @@
 
 A span begins when ddpnb calls the backend and ends when the backend's work is complete.  If no
 caller waits for the work, a thread of gloo reports the end to Python.  The recorded end may be
-late, because this thread needs the GIL.  All ranks of a host share the clock ``time.monotonic``.
+late, because gloo's thread needs the GIL.  All ranks of a host share the clock ``time.monotonic``.
 """
 
 import time
@@ -20,7 +20,7 @@ from ddpnb.rank.stack import users_line
 MAX_SPANS: Final = 20_000
 """Maximum number of spans that a rank keeps.  Later spans are counted, but not kept."""
 LATE_END_S: Final = 0.1
-"""Maximum seconds to wait, at the end of a cell, for gloo's threads to report completed calls."""
+"""Maximum seconds to wait at the end of a cell until gloo's threads report completed calls."""
 
 
 @final
@@ -81,7 +81,7 @@ class TraceRecorder(Listener):
 
 
 def _ranks_of(call: Call) -> tuple[int, ...]:
-    """Return the ranks of a collective's group, or a message's sender (if known) and receiver."""
+    """Return a collective's ranks, or the sender (if known) and the receiver of a message."""
     if not call.collective.is_message:
         return call.ranks
     own = dist.get_rank()

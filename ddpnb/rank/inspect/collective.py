@@ -1,7 +1,7 @@
-"""Demonstrates one collective: its tensors before and after, its time and its bytes (ranks).
+"""Demonstrates one collective, with its tensors before and after, its time and its bytes (ranks).
 
-The tensor of rank r holds 10 (r + 1) + 0, 1, 2, ..., so each number shows from which rank it
-comes.  The Linux kernel counts the bytes that this process sends over TCP, with gloo's headers.
+The tensor of rank r holds 10 (r + 1) + 0, 1, 2, ..., so each number shows its rank.  The Linux
+kernel counts the bytes that this process sends over TCP, including gloo's headers.
 """
 
 import statistics

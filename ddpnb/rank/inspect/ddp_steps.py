@@ -1,4 +1,4 @@
-"""Records the events in a model's steps with DistributedDataParallel (ranks).
+"""Records events while a model takes steps with DistributedDataParallel (ranks).
 
 An inspection has no side effects, because it uses copies of the model, and restores the random
 states.  Hooks record when each gradient is ready, and when the all-reduce of each bucket begins and
@@ -41,7 +41,7 @@ NUM_WARMUP_STEPS: Final = 3
 buckets after the first step, and memory is newly allocated."""
 MOST_STEPS, FEWEST_STEPS = 15, 3
 MOST_SECONDS: Final = 2.0
-"""Approximate maximum total time of the measured steps, in seconds."""
+"""Approximate limit, in seconds, for the total time of the measured steps."""
 
 
 def measure(spec: InspectSpec, here: Surroundings) -> tuple[CapReport, ...]:

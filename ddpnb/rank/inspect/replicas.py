@@ -143,7 +143,7 @@ def optimizer_state(
 
 
 def ddp_around(value: Any, namespace: Mapping[str, Any]) -> DistributedDataParallel | None:
-    """Search the variables for the DDP model that is or contains ``value``.  Return it, or None."""
+    """Return the DDP model that is or contains ``value``, or None if there is no such model."""
     held = (each for every in (value, *namespace.values()) for _, each in held_by("", every))
     found = (each for each in held if isinstance(each, DistributedDataParallel))
     return next((ddp for ddp in found if any(each is value for each in ddp.modules())), None)

@@ -18,11 +18,11 @@ from ddpnb.rank.random_state import preserve_globals
 DATA = ("dataset", "data_source")
 """The attributes in which samplers keep their data set.  ddpnb does not copy the data set."""
 MAX_INDICES = 2_000_000
-"""Maximum number of indices for one rank in all epochs.  These indices take 8 MB."""
+"""Maximum number of indices for one rank in all epochs together.  These indices take 8 MB."""
 
 
 def samples(spec: SamplerSpec, state: RankState, namespace: Mapping[str, Any]) -> RankSamples:
-    """Return this rank's samples from ``DistributedSampler`` or a copy of the user's sampler."""
+    """Return this rank's samples, from a copy of the user's sampler or a ``DistributedSampler``."""
     if spec.expression:
         held = sampler_in(spec.expression, namespace)
         found = [getattr(each, name, None) for each in layers_of(held) for name in DATA]

@@ -62,7 +62,7 @@ def find(spec: InspectSpec, here: Surroundings) -> Found:
 
 
 def subject_of(spec: InspectSpec, here: Surroundings) -> Subject:
-    """Return the subject for the model that a spec names, or for the model of its task."""
+    """Return the subject for the model of the spec's task, or for the model that the spec names."""
     if spec.task is not None:
         return _of_task(spec, spec.task, here)
     namespace = here.namespace

@@ -3,8 +3,8 @@
     seconds of a step  =  f * (1 + u) * (p * a + c * n) + s
 
 n: number of the worker's samples in this step; c: seconds per sample; a: number of micro-batches;
-p: fixed seconds per pass, for any number of samples; f, s: factor and seconds of ``--slow``;
-u: random number between 0 and ``--jitter``, which depends on the seed, the rank and the step.
+p: seconds per pass that do not depend on the number of samples; f, s: factor and seconds of
+``--slow``; u: random number between 0 and ``--jitter`` (from the seed, the rank and the step).
 ddpnb computes the end of each step from this formula.  Training times are not measured.
 """
 
@@ -52,11 +52,11 @@ class ComputeTimes:
         return sum(fault.seconds for fault in self.slow if fault.rank == rank)
 
     def work(self, num_samples: int, num_passes: int = 1) -> float:
-        """Return the seconds to compute all samples in ``num_passes`` passes, without slowdown."""
+        """Return the time, in seconds, of all samples in ``num_passes`` passes without slowdown."""
         return self.compute.of(num_samples) + (num_passes - 1) * self.compute.fixed
 
     def step(self, rank: int, step: int, num_samples: int) -> float:
-        """Return the seconds of a whole step, without communication."""
+        """Return the time of a whole step in seconds, without communication."""
         computing = self.work(num_samples, self.num_passes)
         return self.factor(rank, step) * computing + self.delay(rank)
 

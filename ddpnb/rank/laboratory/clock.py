@@ -1,8 +1,8 @@
 """The clock of an emulated device computes times instead of waiting (ranks).
 
-The length of a compute phase is known when the phase begins.  When the phase issues a call, the
-clock advances by a share of this length.  The share is the fraction of the phase's bytes that has
-been issued so far.  For example, half of DDP's bytes are issued after half of the backward pass.
+The length of a compute phase is known when the phase begins.  When the phase has issued a part of
+its bytes, the clock has advanced by the same part of this length.  For example, half of DDP's bytes
+are issued after half of the backward pass.
 """
 
 import contextlib
@@ -48,14 +48,14 @@ class VirtualClock(Meter):
         """The compute phase to which ``_length`` and ``_progress`` belong."""
         self._length, self._progress = 0.0, 1.0
         self._num_issued = self._num_produced = 0.0
-        """Number of bytes issued by the phase, and number of gradient bytes produced by it."""
+        """Bytes that the phase has issued, and bytes of gradients that the phase has produced."""
         self._all_issued: dict[Phase, float] = {}
         """Number of bytes that each phase had issued when the phase last ended."""
 
     # -- a step -----------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start to count time, once per run.  For a late worker, time starts when it joins."""
+        """Start to count time, once per run.  A late worker's time starts when the worker joins."""
         self._since = self.seconds
         self._phase, self._spent = "data", {}
 
@@ -131,7 +131,7 @@ class VirtualClock(Meter):
     # -- computing and exchanging -----------------------------------------------------------
 
     def issue(self, num_bytes: float, *, is_needed: bool) -> tuple[float, float]:
-        """Advance to the time of a call; return the times when its first and last bytes are ready.
+        """Advance to the time of a call; return when the call's first and last bytes are ready.
 
         ``is_needed`` is True if later computation needs the call's result, as for FSDP's gathers.
         If ``is_needed`` is False, earlier computation has produced the bytes that the call sends.
@@ -154,7 +154,7 @@ class VirtualClock(Meter):
             self._all_issued[self._computing], self._num_issued = self._num_issued, 0.0
 
     def _compute_unplanned(self) -> None:
-        """Advance by the time of a whole step if the strategy has not begun a compute phase."""
+        """If the strategy has not begun a compute phase, advance by the time of a whole step."""
         num_samples, self._unplanned = self._unplanned, 0
         if num_samples:
             self.compute("forward", num_samples)
@@ -162,7 +162,7 @@ class VirtualClock(Meter):
             self._compute_rest()
 
     def exchange(self, num_messages: int, num_bytes: float, *, is_scaled: bool = True) -> None:
-        """Advance by the time of successive messages between the devices of this process."""
+        """Advance the clock by the time that this process's devices need to send the messages."""
         messages = Messages(num_messages, num_bytes * (self.scale if is_scaled else 1.0))
         self.wait_until(self.seconds + messages.seconds(self.laboratory.devices.device_link))
 
@@ -179,7 +179,7 @@ class VirtualClock(Meter):
         self._progress = progress
 
     def _work(self, num_samples: int) -> float:
-        """Return the computing seconds of this process's slowest device."""
+        """Return how many seconds the slowest device of this process computes."""
         each = -(-num_samples // len(self._ranks))
         factors = (self.laboratory.times.factor(rank, self._step) for rank in self._ranks)
         return max(factors) * self.laboratory.times.work(each)

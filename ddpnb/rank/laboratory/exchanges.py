@@ -1,4 +1,4 @@
-"""The times of ``torch.distributed`` calls on emulated devices (ranks).
+"""Computes how long ``torch.distributed`` calls take on emulated devices (ranks).
 
 A collective begins when the last of its ranks is ready and this rank's link is free.  A collective
 takes as long as its messages (see ``ddpnb.protocol.costs``).  A message between two ranks begins
@@ -28,7 +28,7 @@ from ddpnb.rank.collectives.table import Call
 from ddpnb.rank.laboratory.clock import VirtualClock
 
 LEAST_BYTES: Final = 1 << 14
-"""Minimum number of bytes for a sum in shared memory.  Smaller sums are as fast with gloo."""
+"""Minimum number of bytes for a sum in shared memory.  Gloo computes smaller sums equally fast."""
 GATHERS = ("all_gather", "broadcast", "scatter")
 """Prefixes of the names of collectives that provide input for the caller's next computation."""
 
@@ -62,12 +62,12 @@ class Exchanges(Listener):
         laboratory = self.clock.laboratory
         self._devices = laboratory.devices
         self._wrapper_seconds = self._devices.wrapper_seconds / max(laboratory.num_bytes, 1)
-        """Seconds that DDP itself adds to a step, per byte of the gradients."""
+        """Seconds per byte of the gradients that DDP itself adds to a step."""
         self.clock.settle = self._settle_cpp
         self._boards: dict[str, Board] = {}
         self._sums = SharedSums(self.path, self.check)
         self._numbers: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
-        """Counters of each group's collectives (key -1) and of the messages between two ranks."""
+        """Counters of a group's collectives (key -1), and of the messages between two ranks."""
         self._pending: deque[_Pending] = deque()
         self.ends: deque[float] = deque(maxlen=1000)
         """End times of the latest collectives."""

@@ -34,7 +34,7 @@ class VirtualOrder:
     num_workers: int
     """Number of workers that begin together at time 0."""
     shard: Callable[[int], Any]
-    """Function that returns the shard with the given number in the queue."""
+    """Function that takes a number in the queue and returns the shard with this number."""
 
     def __post_init__(self) -> None:
         self.now = 0.0
@@ -46,9 +46,9 @@ class VirtualOrder:
         """Time at which each worker received its latest shard."""
         self._steps = dict.fromkeys(workers, 0)
         self._is_here: set[int] = set()
-        """Workers with a next request that takes no time: it has arrived or has no gradient."""
+        """Workers with a next request that takes no time, because it is here or has no gradient."""
         self._in_until = self._out_until = 0.0
-        """Times from which the server's link is free to receive and to send."""
+        """Time from which the server's link can receive, and time from which it can send."""
 
     def is_next(self, rank: int) -> bool:
         """Return True if this worker's request arrives first.  On a tie, the lower rank wins."""
@@ -98,7 +98,7 @@ class VirtualOrder:
         self._ready[rank] = math.inf
 
     def abandon(self, ranks: Collection[int]) -> bool:
-        """Stop waiting for new processes of lost workers.  Return True if any was expected."""
+        """Stop waiting for new processes of lost workers.  Return True if there were any."""
         expected = [rank for rank in ranks if self._ready[rank] < math.inf]
         for rank in expected:
             self.leave(rank)
@@ -108,7 +108,7 @@ class VirtualOrder:
         return rank == SERVER_RANK or rank in self._is_here
 
     def _arrival(self, rank: int) -> float:
-        """Return the time at which a worker's request arrives if it is next on the link."""
+        """Return when a worker's request arrives if this request is the next on the link."""
         ready = self._ready[rank]
         if self._is_local(rank) or math.isinf(ready):
             return ready

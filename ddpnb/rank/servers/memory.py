@@ -109,7 +109,7 @@ def _views(raw: Tensor, like: Sequence[Tensor]) -> PackedTensors:
 
 
 def _packed_num_bytes(like: Sequence[Tensor]) -> int:
-    """Return the packed size of these tensors in bytes, with padding."""
+    """Return the number of bytes that these tensors need if packed, including padding."""
     return max(_ALIGNMENT_BYTES, sum(_padded_num_bytes(tensor) for tensor in like))
 
 

@@ -1,9 +1,9 @@
 """The work queue: gives shards to workers, and tracks which workers are alive (rank 0).
 
-Asynchronous workers wait for each other only at the start, at the end, and if a bound makes the
-fastest workers wait. A worker's request blocks until the worker may continue. Rank 0's worker calls
-the queue directly. For each other worker, a thread on rank 0 receives requests and calls the queue.
-Tensors are sent separately from requests and replies.
+Asynchronous workers wait for each other only at the start and at the end. With a bound, the fastest
+workers also wait during the run. A worker's request blocks until the worker may continue. Rank 0's
+worker calls the queue directly. For each other worker, a thread on rank 0 receives requests and
+calls the queue. Tensors are sent separately from requests and replies.
 
 If a worker dies or is silent for too long, its unfinished shards are lost, and the worker may join
 again. If a worker raises an error or rank 0 dies, the run ends for all workers.
@@ -55,7 +55,7 @@ class Reply(NamedTuple):
     waited_seconds: float = 0.0
     """Number of seconds that the worker waited for other workers."""
     lost_rank: int = NO_RANK
-    """If a lost rank ended the run, its number (no parameters are sent). Otherwise ``NO_RANK``."""
+    """Number of the lost rank that ended the run (no parameters follow). Otherwise ``NO_RANK``."""
     now: float = 0.0
     """Virtual time at which an emulated worker receives the reply."""
 
@@ -139,7 +139,7 @@ class WorkQueue:
         self.lost_shards: list[int] = []
         """Numbers of the shards that lost workers did not finish."""
         self.num_shards_done = 0
-        """Number of finished shards when rank 0's worker last read the parameters."""
+        """Number of shards that were finished when rank 0's worker last read the parameters."""
         self._num_trained = 0
         """Number of shards that workers have trained on."""
         num_first, every = self.num_workers * (1 + self.num_prefetched), range(self.num_shards)

@@ -5,9 +5,9 @@
 
 w_old are the parameters that the worker pulled. The gradient's staleness is the number of updates
 by other workers since the worker pulled w_old. The weight b_i / B is the worker's share of a global
-batch of B samples. With this weight, one pass over the data moves w as far as in synchronous SGD.
-The weight scales the learning rate instead of the gradient, so weight decay and Adam's updates are
-scaled too. Only the server has an optimizer, so all workers share one momentum.
+batch of B samples. With this weight, one pass over the data moves w as far as a pass of synchronous
+SGD does. The weight scales the learning rate instead of the gradient, so weight decay and Adam's
+updates are scaled too. Only the server has an optimizer, so all workers share one momentum.
 
 Options:
 
@@ -26,8 +26,8 @@ Compensation", ICML 2017.
   messages of about 50 bytes. The server's reply contains the number of the next shard, so faster
   workers get more shards.
 - Bytes sent per step and worker: P, the size of the gradients. The worker receives P bytes of
-  parameters. Rank 0's worker passes its gradients to the server without a copy. Other workers on
-  rank 0's host use shared memory. Workers on other hosts use TCP.
+  parameters. Rank 0's worker gives its gradients to the server without copying them. Other workers
+  on rank 0's host use shared memory. Workers on other hosts use TCP.
 
 If a worker dies, its unfinished shards are lost. A restarted worker on rank 0's host may join the
 run again. If rank 0 (the server) dies, the run ends.

@@ -1,4 +1,4 @@
-"""Base class of asynchronous strategies, and the store of the server's parameters (ranks)."""
+"""The base class of asynchronous strategies. A store holds the server's parameters (ranks)."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -73,9 +73,9 @@ class AsynchronousStrategy(Strategy):
 def scaled_rate(optimizer: torch.optim.Optimizer, fraction: float) -> Iterator[None]:
     """Multiply the learning rate by a fraction, for one optimizer step in this context.
 
-    Scaling the learning rate scales the whole update. Scaling the gradient would not scale weight
-    decay, nor Adam's updates, because Adam divides by the gradient's size. A hook of the optimizer
-    may set the learning rate during the step. Therefore, a hook that runs last scales the rate.
+    Scaling the learning rate scales the whole update. Scaling the gradient would scale neither
+    weight decay nor Adam's updates, because Adam divides by the gradient's size. Other hooks may
+    set the learning rate during the step, so the hook that scales the rate runs last.
     """
     rates: list[Any] = []
 
@@ -137,7 +137,7 @@ class ParameterStore(UpdateCounter):
         self.copies[rank].raw.copy_(self._now.raw)
 
     def write(self, rank: int, gradients: Gradients, weight: float = 1.0) -> int:
-        """Apply a worker's gradients, or collect them for the round. Return their staleness."""
+        """Apply a worker's gradients, or collect them until ``apply``. Return the staleness."""
         staleness = self.version - self._version_read[rank]
         if self._compensation and staleness > 0:
             old = self.copies[rank].tensors

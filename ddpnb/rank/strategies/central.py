@@ -5,12 +5,12 @@
 g_i is the gradient of the mean loss over rank i's b_i samples. The global batch has B samples. The
 update is the same as in ``ddp``, but only rank 0 updates the parameters.
 
-Reference: ``tf.distribute.experimental.CentralStorageStrategy``. TensorFlow places variables
-on the CPU and replicates the computation on all devices.
+Reference: ``tf.distribute.experimental.CentralStorageStrategy``. With this strategy, TensorFlow
+stores variables on the CPU and runs a copy of the computation on each device.
 
 - Messages per step and dtype: one reduce of all gradients to rank 0, then one broadcast of all
   parameters from rank 0.
-- Bytes sent per step, with N ranks: rank 0 sends parameters to all other ranks, (N - 1) S bytes.
+- Bytes sent per step, with N ranks: rank 0 sends (N - 1) S bytes of parameters to the other ranks.
   Each other rank sends S bytes of gradients. S is the size of all parameters in bytes.
 """
 

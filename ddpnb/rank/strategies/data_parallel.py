@@ -6,8 +6,8 @@ g_i is the gradient of the mean loss over replica i's b_i samples. The global ba
 The update is the same as in ``single``.
 
 If the cell defines ``training_step``, each replica computes the loss of its slice. The step's loss
-is the mean of these losses, weighted by samples. Replicas also compute losses if the model does not
-return a tensor with one row for each sample.
+is the mean of these losses, weighted by the number of samples in each slice. Replicas also compute
+losses if the model does not return a tensor with one row for each sample.
 
 Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 PVLDB 13(12), 2020, section 2.2; code: ``torch.nn.parallel.DataParallel``. PyTorch recommends
@@ -25,7 +25,7 @@ and S are the sizes in bytes of all parameters, buffers and gradients. Bytes of 
 are not counted.
 
 Copying parameters and gathering outputs count as communication. Summing gradients counts as
-communication on threads, and as a part of the backward pass on GPUs.
+communication for replicas on threads. On GPUs, it counts as a part of the backward pass.
 """
 
 from typing import final

@@ -92,5 +92,5 @@ class Ddp(DdpStrategy):
 
 
 def _bf16(state: Any, bucket: GradBucket) -> Future[Tensor]:
-    """Call torch's hook. With gloo, DDP would reject torch's hook, but gloo can sum bfloat16."""
+    """Call torch's hook, which DDP rejects with gloo, although gloo can sum bfloat16."""
     return bf16_compress_hook(state, bucket)

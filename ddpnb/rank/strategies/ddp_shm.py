@@ -3,10 +3,10 @@
     w  <-  w - lr * sum over ranks i of (b_i / B) * g_i(w)
 
 g_i is the gradient of the mean loss over rank i's b_i samples. The global batch has B samples. The
-update is the same as in ``ddp``. Only the all-reduce differs: a communication hook sums gradients
-in the host's shared memory. (In ``ddp``, gloo uses TCP on the loopback interface.) Each of N ranks
-writes its gradients, sums an N-th part of all ranks' gradients, and reads the other sums. The
-backward pass waits until each bucket is summed, so no communication is hidden.
+update is the same as in ``ddp``. Only the all-reduce differs from ``ddp``: a communication hook
+sums gradients in the host's shared memory. (In ``ddp``, gloo uses TCP on the loopback interface.)
+Each of N ranks writes its gradients, sums an N-th part of all ranks' gradients, and reads the other
+sums. The backward pass waits until each bucket is summed, so no communication is hidden.
 
 Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 PVLDB 13(12), 2020. The code that computes the sums is in ``collectives/sums.py``.

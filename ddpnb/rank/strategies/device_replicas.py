@@ -31,7 +31,7 @@ class Replicas(ABC):
         self.pool = ThreadPoolExecutor(len(devices), thread_name_prefix="ddpnb-replica")
 
     def run(self, call: StepFunction, slices: list[Any]) -> list[Any]:
-        """Copy the first replica to the others. Return all results of ``call(replica, slice)``."""
+        """Copy the first replica to all others. Return the results of ``call(replica, slice)``."""
         worker, devices = self.worker, self.devices[: len(slices)]
         with self.meter.communicating():
             models = self.copies(devices)

@@ -9,14 +9,14 @@
 g_i is the gradient of the mean loss over rank i's part of the global batch. a is the outer learning
 rate and m is the outer momentum. With a = 1 and m = 0, DiLoCo is the same as ``local-sgd``.
 
-If d is the same in every round, v approaches d / (1 - m). An outer step then approaches d times a
+If d is the same in every round, v approaches d / (1 - m). Then an outer step approaches d with a
 gain of a / (1 - m). With H = 500, as in the paper, d hardly resembles the previous d, so a = 0.7
-and m = 0.9 work well. If H is small, d is similar to the previous d. Then the paper's gain of 7
-acts like a 7 times higher learning rate. The defaults, for H = 8, have a gain of 1. With the
+and m = 0.9 work well. If H is small, d is similar to the previous d, and the paper's gain of 7 acts
+like a learning rate that is 7 times higher. The defaults, for H = 8, have a gain of 1. With the
 defaults, outer steps are as large as in ``local-sgd``, but smoothed over 1 / (1 - m) = 2 rounds.
 
 If the last round has fewer than H steps, it ends with the plain mean of the weights. An outer step
-would add the full momentum to a partial round, and no later round would correct the error.
+would add the full momentum to this round, and no later round would correct the error.
 
 Reference: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
 2023, algorithm 1: ``diloco:every=500,outer_lr=0.7,outer_momentum=0.9``.

@@ -17,11 +17,11 @@ parameters, occurs twice in the model, ranks do not gather this layer separately
 - Messages per step and layer, for each micro-batch: one all-gather of the parameters before the
   forward pass and, with ``reshard``, one more before the backward pass. After the last micro-batch,
   there is one reduce-scatter of the gradients.
-- Bytes sent per step and rank, with A micro-batches: (N - 1) * (P * 2 A + G), or without
-  ``reshard`` (N - 1) * (P * A + G). P is the size of a rank's part of the parameters, about 1 / N
-  of all parameters. G is the size of a rank's part of the gradients, without frozen parameters.
-  Torch may gather a frozen layer only once, and does not gather an unused layer. gloo sends extra
-  bytes, because its reduce-scatter is an all-reduce. These bytes and clipping are not counted.
+- Bytes sent per step and rank, for A micro-batches: (N - 1) * (P * 2 A + G), or without ``reshard``
+  (N - 1) * (P * A + G). P is the size of a rank's part of the parameters, about 1 / N of all
+  parameters. G is the size of a rank's part of the gradients, without frozen parameters. Torch may
+  gather a frozen layer only once, and does not gather an unused layer. gloo sends extra bytes,
+  because its reduce-scatter is an all-reduce. These bytes and bytes for clipping are not counted.
 
 gloo's collectives block the thread, so all their time is exposed, including waits for other ranks.
 NCCL's collectives run on separate CUDA streams. ddpnb counts all of their time as hidden, because
@@ -122,7 +122,7 @@ def layers_of(model: nn.Module) -> list[Any]:
 
 
 def _listed(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield all modules with parameters that are items of a list of modules, at any depth.
+    """Yield each module with parameters that is an item in a list of modules, at any depth.
 
     A module counts as a list if it is a ``Sequential``, or if it cannot be called (a ``ModuleList``
     or ``ModuleDict``).

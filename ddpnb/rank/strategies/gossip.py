@@ -13,8 +13,8 @@ gets the mean of all weights.
 Reference: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS
 2017 (D-PSGD). In ddpnb, the pairs change from step to step.
 
-- Messages per step, rank and dtype: one message with all weights to the partner, and one from the
-  partner. After the last step: one all-reduce of all weights.
+- Messages per step, rank and dtype: one message with all weights to the partner, and one such
+  message from the partner. After the last step: one all-reduce of all weights.
 - Bytes sent per step and rank: S, the size of all parameters. An idle rank sends 0 bytes.
 """
 

@@ -1,4 +1,4 @@
-"""Train without communication: the ceiling (upper bound) of the other strategies (every rank).
+"""Train without communication, on every rank. Its speed is the ceiling for other strategies.
 
     rank i:  w_i  <-  w_i - lr * g_i(w_i)
 

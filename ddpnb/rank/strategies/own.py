@@ -44,7 +44,7 @@ class UserStrategy(Strategy):
 
     def plan(self, state: RankState) -> Plan:
         """Return a plan to train on every rank."""
-        # A user's strategy may not make ranks wait. So a stop may leave ranks one step apart.
+        # A user's strategy need not make ranks wait, so ranks may be one step apart after a stop.
         return replace(
             super().plan(state),
             synchronous=bool(getattr(self._strategy, "synchronous", True)),
@@ -71,7 +71,7 @@ class UserStrategy(Strategy):
         )
 
     def finish(self) -> nn.Module:
-        """Return the model from the user's ``finish``, or the worker's model if it returns None."""
+        """Return the model from the user's ``finish``, or the worker's model if this is None."""
         model = self._strategy.finish()
         if model is None:
             return self.worker.model

@@ -4,7 +4,7 @@
 
 g_i is the gradient of the mean loss over rank i's b_i samples. The global batch has B samples. The
 update is the same as in ``ddp``. Each rank updates a part of the parameters (a few whole tensors)
-and sends this part to the other ranks. A rank stores no optimizer state for other parts.
+and sends this part to the other ranks. A rank stores no optimizer state for other ranks' parts.
 
 Reference: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models", SC 2020; code: ``torch.distributed.optim.ZeroRedundancyOptimizer``.

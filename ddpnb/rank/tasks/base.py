@@ -20,8 +20,8 @@ OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 StepFunction = Callable[[nn.Module, Tree], Tensor | Mapping[str, Any]]
 """Function that takes a model (or its wrapper) and a batch, and computes the batch's loss.
 
-The function returns the *mean* loss over the samples as a tensor of shape (), or a dict with this
-tensor as ``loss``. Like the loss, other numbers in the dict are averaged over the samples.
+The function returns the *mean* loss over the samples as a tensor of shape (), or a dict that maps
+``"loss"`` to this tensor. Like the loss, other numbers in the dict are averaged over the samples.
 """
 
 Number = float | Tensor

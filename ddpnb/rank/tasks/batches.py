@@ -41,7 +41,7 @@ class Shard:
 
 
 def every_step(num_steps: int, *, part: int, num_parts: int) -> Iterator[Shard]:
-    """Yield a synchronous worker's shards: part number ``part`` of every global batch."""
+    """Yield the shards of a synchronous worker, which gets part ``part`` of every global batch."""
     for step in range(num_steps):
         yield Shard(step=step, part=part, num_parts=num_parts)
 
@@ -193,7 +193,7 @@ def moved(tree: Tree, device: torch.device) -> Tree:
 
 
 def rows(tree: Tree, begin: int, end: int, num_samples: int) -> Tree:
-    """Return the samples from ``begin`` to ``end`` of a batch of ``num_samples``.
+    """Return the samples from ``begin`` to ``end`` of a batch with ``num_samples`` samples.
 
     Leaves without samples, such as a number, stay unchanged.
 

@@ -1,4 +1,4 @@
-"""Fetch samples from the result of ``data(split)``, in this or in other processes (ranks)."""
+"""Fetch samples from the result of ``data(split)``, in this process or in others (ranks)."""
 
 import contextlib
 import itertools
@@ -95,7 +95,7 @@ def as_samples(data: Any, split: str, collate: Collate | None = None) -> Samples
     """Convert the result of ``data(split)`` into ``Samples``.
 
     The result may be a tree of tensors or arrays, a map-style data set, a list of items, or a
-    ``DataLoader`` with one of these. Any other result, or an empty result, raises ``UserError``.
+    ``DataLoader`` of such data. Any other result, or an empty result, raises ``UserError``.
     ``collate`` is the cell's ``collate_fn``.
     """
     num_workers = 0

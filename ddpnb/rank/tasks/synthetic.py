@@ -1,4 +1,4 @@
-"""Classify synthetic images: find the prototype from which a noisy image was made (ranks).
+"""Classify synthetic images by finding the prototype from which a noisy image was made (ranks).
 
 Images have CIFAR's shape. Each of ten classes has a random prototype. An image is the prototype of
 its class plus noise, scaled to unit variance, so a model can learn the classes.
@@ -98,7 +98,7 @@ class RepeatedConvolution(nn.Module):
 
 
 class ExtraParameters(nn.Module):
-    """Many parameters with little computation: only their mean is used, as one bias."""
+    """Many parameters that need little computation, because only their mean is used (as a bias)."""
 
     def __init__(self, num_parameters: int) -> None:
         super().__init__()

@@ -97,7 +97,7 @@ class Transformer(nn.Module):
 
 
 def layer() -> nn.Module:
-    """Return a layer with attention to earlier symbols, and a network for each position."""
+    """Return a layer with attention to earlier symbols and a network that acts on each position."""
     return nn.TransformerEncoderLayer(
         _WIDTH, _NUM_HEADS, 4 * _WIDTH, 0.0, "gelu", batch_first=True, norm_first=True
     )

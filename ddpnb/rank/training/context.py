@@ -1,4 +1,4 @@
-"""Defines the context of one run, which makes the run's workers and batches (ranks)."""
+"""Defines the context of one run.  The context makes the run's workers and batches (ranks)."""
 
 import contextlib
 from collections import ChainMap
@@ -73,7 +73,7 @@ class RunContext:
 
     @property
     def workers(self) -> range:
-        """Numbers of the workers in this process."""
+        """The range with the number of each worker in this process."""
         plan, rank = self.plan, self.state.rank
         return range(plan.num_workers) if plan.num_ranks == 1 else range(rank, rank + 1)
 
@@ -192,7 +192,7 @@ class RunContext:
         return self.first_batch(-(-self.schedule.size(0) // self.plan.num_workers))
 
     def first_batch(self, num_samples: int, *, times: int = 1) -> Batch:
-        """Fetch a global batch with the run's first samples; repeat each sample ``times`` times."""
+        """Fetch a global batch of the run's first samples, with each sample ``times`` times."""
         first = self.schedule.indices(Shard(step=0, part=0, num_parts=1))[:num_samples]
         indices = first.repeat(times)
         tree = moved(self.task.train.fetch(indices), self.device)

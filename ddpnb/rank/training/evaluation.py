@@ -1,4 +1,4 @@
-"""Evaluates a model on a split: its loss, its accuracy and the task's other measures (ranks).
+"""Computes a model's loss, its accuracy and the task's other measures on a split (ranks).
 
 If the model's weights are averages, BatchNorm's statistics are first estimated again, as in SWA:
 Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization", UAI 2018.
@@ -93,7 +93,7 @@ def score(
 def _measured(
     model: nn.Module, task: Task, batch: Any, *, is_held_out: bool, has_loss: bool
 ) -> tuple[dict[str, float], tuple[Any, Any] | None]:
-    """Return the measures of one batch; if a metric needs them, also return (outputs, targets)."""
+    """Return the measures of one batch.  Also return (outputs, targets) if a metric needs them."""
     numbers: dict[str, float] = {}
     pair = outputs = None
     if is_held_out and task.validation_step is not None:
@@ -133,7 +133,7 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
 
 
 def _metrics_of(result: Any, function: Callable[..., Any], call: str) -> dict[str, float]:
-    """Return a function's measures as a dict.  A single number's key is the function's name."""
+    """Return a function's measures as a dict.  A single number gets the function's name as key."""
     if isinstance(result, Mapping):
         return {str(name): number_of(each, f"{call}'s {name!r}") for name, each in result.items()}
     name = getattr(function, "__name__", type(function).__name__)

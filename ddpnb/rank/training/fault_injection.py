@@ -34,7 +34,7 @@ NUM_TRIALS = 3
 
 
 def measure_compute_seconds(worker: Worker, batch: Batch) -> float:
-    """Return the shortest time of a few forward and backward passes over a batch, in seconds."""
+    """Take a few forward and backward passes over a batch.  Return the shortest time in seconds."""
     call = partial(worker.compute_gradients, batch)
     return min(timed(call, worker.device) for _ in range(1 + NUM_TRIALS))  # the first is a warm-up
 
@@ -50,7 +50,7 @@ class FaultInjector:
         self._slow = [fault for fault in map(parse_slow, spec.slow) if fault.rank in workers]
         kills = parse_kills(spec.kill).items() if is_new else ()
         self._kill = min(((at, rank) for rank, at in kills if rank in workers), default=None)
-        """Seconds of training before the kill and the rank to kill; None if no rank is killed."""
+        """Seconds of training before the kill, and the rank to kill.  None if there is no kill."""
         self._sleeps = context.laboratory is None and bool(self._slow or spec.jitter)
         self._own_seconds = 0.0
         """Seconds that a forward and backward pass takes; 0 if no fault depends on this time."""

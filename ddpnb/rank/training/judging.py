@@ -1,4 +1,4 @@
-"""Evaluates, on rank 0, a run's trained model and the copies made during training (ranks).
+"""On rank 0, evaluates a run's trained model and the copies made during training (ranks).
 
 If an evaluation fails or is interrupted, the results of the training are kept.
 """
@@ -125,7 +125,7 @@ class _Judge:
 
     @contextlib.contextmanager
     def _marked(self, failed: str) -> Iterator[None]:
-        """Catch errors of the user's code; publish a mark with ``failed`` if this is not empty."""
+        """Catch errors of the user's code.  Publish a mark with ``failed`` if it is not empty."""
         try:
             yield
         except Exception as error:  # noqa: BLE001  the user's model, loss or data may raise anything

@@ -46,9 +46,9 @@ from ddpnb.rank.training.snapshots import Snapshots
 from ddpnb.rank.worker import Activations, Worker
 
 CEILING_SECONDS = 4.0
-"""Maximum training time, in seconds, of an automatically added ceiling (``no-comm``)."""
+"""Maximum training time, in seconds, of a ``no-comm`` run that ddpnb adds by itself."""
 CEILING_STEPS = 30
-"""Maximum number of steps of a ceiling on emulated devices, where all steps are equally long."""
+"""Maximum number of steps of an added ``no-comm`` run on emulated devices (equally long steps)."""
 REHEARSED_STEPS = 3
 STEPS_BETWEEN_LOOKS = 8
 """Number of steps between two checks for a stop request, if there are several hosts."""
@@ -170,7 +170,7 @@ def release_memory(device: torch.device) -> None:
 
 
 def _rehearsed(context: RunContext, num_steps: int) -> Iterator[Shard]:
-    """Yield this rank's shards of the first batches, then one shard of each size not yet yielded.
+    """Yield this rank's shards of the first batches, then a shard of each size not among them.
 
     Every rank of the plan gets the same number of shards, without using the work queue.
     """

@@ -1,4 +1,4 @@
-"""Checks, before the training, that a strategy can train the model with the loss (ranks)."""
+"""Checks before the training that a strategy can train the model with the loss (ranks)."""
 
 import contextlib
 import math
@@ -30,7 +30,7 @@ SMALLEST = 1e-6
 
 
 def check_model(worker: Worker) -> None:
-    """Raise ``UserError`` if ``model()`` returns a wrapped model, lazy layers or reused layers."""
+    """Raise ``UserError`` if the result of ``model()`` is wrapped, or has lazy or reused layers."""
     model = worker.model
     for module in model.modules():
         if isinstance(module, DataParallel | DistributedDataParallel):
@@ -138,7 +138,7 @@ def refuse_sum(context: RunContext, worker: Worker) -> None:
 
     ddpnb computes the loss with and without repeated samples in evaluation mode, from the same
     random seed.  ddpnb does not check a loss that depends on the seed, such as the loss of a VAE,
-    or that accepts only a fixed number of samples.
+    or a loss that accepts only a fixed number of samples.
     """
     step = worker.training_step
     is_short = isinstance(step, Supervised)

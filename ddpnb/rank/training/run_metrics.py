@@ -70,7 +70,7 @@ class RunMetrics:
             self.num_bytes_received += step.num_bytes_received
 
     def note_memory(self, memory: Memory) -> None:
-        """Record ``memory``, after scaling it to an emulated model or adding the GPU's peak."""
+        """Record ``memory``.  First scale it to an emulated model, or add the GPU's peak."""
         context, laboratory = self.context, self.context.laboratory
         if laboratory is not None and laboratory.devices.model:
             memory = memory.scaled(laboratory.scale)
@@ -98,7 +98,7 @@ class RunMetrics:
 
 
 def header_of(context: RunContext, worker: Worker) -> RunHeader:
-    """Return the header of a run, which describes the run's ranks, devices, data and notes."""
+    """Return the header of a run, with its ranks, devices, data and notes."""
     plan, is_emulated = context.plan, context.spec.is_emulated
     of_plan = () if is_emulated else plan.notes
     own_notes = (*of_plan, *worker.notes, *context.task.notes, *context.spec.notes)

@@ -2,12 +2,12 @@
 
 ddpnb makes a copy in one pass over the parameters.  If every step waits for all ranks, the clocks
 of all ranks are paused while the copy is made.  In an asynchronous run, rank 0 makes the copy
-between two of its steps, and the other workers continue to train.  Copying then counts as training
-time.  The copies are evaluated after the training, so no worker waits for an evaluation.
+between two of its steps, and the other workers continue to train.  In this case, copying counts as
+training time.  The copies are evaluated after the training, so no worker waits for an evaluation.
 
 A copy made after a step is the model that the run would return if the run ended after this step.
-If ranks average weights, a copy has the mean of all ranks' weights.  Otherwise a copy has the
-server's parameters, or rank 0's parameters if there is no server.
+If ranks average weights, a copy contains the mean of all ranks' weights.  Otherwise a copy contains
+the server's parameters, or rank 0's parameters if there is no server.
 """
 
 import math

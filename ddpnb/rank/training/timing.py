@@ -1,7 +1,7 @@
-"""Records the end, the loss and the seconds per phase of each step (ranks).
+"""Records when each step ends, the step's loss, and the seconds of each phase (ranks).
 
 The measurements never make the device wait.  On a CPU, a timestamp is the time of the host's clock.
-A GPU executes a step later than the Python thread submits the step.  So on a GPU, a timestamp is a
+The Python thread submits a step, and a GPU executes the step later.  So on a GPU, a timestamp is a
 CUDA event, and each step queues a copy of its loss.  ddpnb reads the event and the copy a few steps
 later, after the GPU has finished the step.
 """
@@ -98,7 +98,7 @@ class Clock(Meter):
         return self._finished()
 
     def end(self) -> None:
-        """Wait until the device has done its work; add the time since the last step."""
+        """Wait until the device is done; add the time since the last step to ``seconds``."""
         last = self.moment()
         synchronize(self._device)
         self.seconds += seconds_between(self._marks[0][1], last)

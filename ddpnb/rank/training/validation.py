@@ -79,7 +79,7 @@ def _checked(context: RunContext, num_calls: Callable[[], int]) -> Checked:
 
 
 def _with_times(result: Checked, context: RunContext, worker: Worker) -> Checked:
-    """Add the seconds per sample, and the number of epochs for ``--min-seconds``, to a result."""
+    """Add two values to a result: the seconds per sample, and the epochs for ``--min-seconds``."""
     usual = context.usual_batch()  # measured on all ranks at once, as in the training
     seconds = measure_compute_seconds(worker, usual)
     # updates and communication only make a run longer
