@@ -71,7 +71,7 @@ class Group:
     world_size: int
     local_world_size: int
     master: Address
-    """Store's address for several hosts.  A cell's ``MASTER_ADDR`` cannot change this address."""
+    """Address of the multi-host store.  A cell's ``MASTER_ADDR`` does not change this address."""
     backend: str
     device: torch.device
     folder: Path
