@@ -1,4 +1,4 @@
-"""Compare data-parallel training strategies from a notebook.  (Kernel and ranks.)
+"""Compare data-parallel training strategies from a notebook.  Runs in the kernel and on the ranks.
 
 In a notebook, ``%load_ext ddpnb`` loads the magics.  The functions of this package do the same
 as the magics.  Importing the package imports neither torch nor matplotlib.  Each public name is

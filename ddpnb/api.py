@@ -1,4 +1,4 @@
-"""The Python functions that do the same as the magics (kernel)."""
+"""The Python functions that do the same as the magics.  Runs in the kernel."""
 
 from collections.abc import Sequence
 from pathlib import Path

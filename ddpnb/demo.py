@@ -1,4 +1,4 @@
-"""Runs the first lesson without a browser: ``python -m ddpnb.demo [folder]`` (kernel)."""
+"""Runs the first lesson without a browser: ``python -m ddpnb.demo``.  Runs in the kernel."""
 
 import sys
 import time

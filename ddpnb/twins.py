@@ -1,4 +1,4 @@
-"""The decorator for Python functions that do the same as a magic (kernel)."""
+"""The decorator for Python functions that do the same as a magic.  Runs in the kernel."""
 
 import functools
 import inspect

@@ -1,1 +1,1 @@
-"""The cluster's processes: placement, calls, supervision, hangs, recovery (kernel)."""
+"""The cluster's processes: placement, calls, supervision, hangs, recovery.  Runs in the kernel."""

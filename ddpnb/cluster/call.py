@@ -1,4 +1,4 @@
-"""A call that runs on several ranks, and the timeouts of calls (kernel).
+"""A call that runs on several ranks, and the timeouts of calls.  Runs in the kernel.
 
 The results and the output of a call arrive in order, in one queue.
 """

@@ -1,8 +1,8 @@
-"""The ipyparallel client: sends calls to the ranks and knows each rank's engine (kernel).
+"""The ipyparallel client: sends calls to the ranks and knows each rank's engine.
 
 In a thread of ipyparallel, a callback receives every message and result from a rank, and puts it
 into the call's queue.  Importing ipyparallel takes 0.3 s, so this module is imported while the
-fork server starts.
+fork server starts.  Runs in the kernel.
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""The cluster: starts, calls, restarts and ends the ranks (kernel)."""
+"""The cluster: starts, calls, restarts and ends the ranks.  Runs in the kernel."""
 
 import contextlib
 import shutil

@@ -1,4 +1,4 @@
-"""Detects that ranks wait for each other without end, based on the ranks' reports (kernel)."""
+"""Detects from the ranks' reports that ranks wait without end.  Runs in the kernel."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Handles interrupts of the kernel while the kernel waits for ranks (kernel)."""
+"""Handles interrupts of the kernel while the kernel waits for ranks.  Runs in the kernel."""
 
 import contextlib
 import signal

@@ -1,4 +1,4 @@
-"""The connection to a fork server: sends requests and receives answers and events (kernel)."""
+"""The connection to a fork server: sends requests, receives answers.  Runs in the kernel."""
 
 import contextlib
 import itertools

@@ -1,4 +1,4 @@
-"""Monitors the ranks of a call: finds hangs, and reports ranks that do not answer (kernel)."""
+"""Monitors the ranks of a call: finds hangs and silent ranks.  Runs in the kernel."""
 
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future

@@ -1,4 +1,4 @@
-"""Collects the results, failures and dead ranks of a call (kernel)."""
+"""Collects the results, failures and dead ranks of a call.  Runs in the kernel."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Chooses the host, device, threads and other settings of each rank (kernel)."""
+"""Chooses the host, device, threads and other settings of each rank.  Runs in the kernel."""
 
 import os
 import socket

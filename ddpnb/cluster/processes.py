@@ -1,4 +1,4 @@
-"""Starts, signals and ends the processes of a cluster (kernel).
+"""Starts, signals and ends the processes of a cluster.  Runs in the kernel.
 
 The kernel starts only the fork server.  The fork server starts all other processes.
 """

@@ -1,4 +1,4 @@
-"""Restarts dead ranks while the other ranks continue to train (kernel).
+"""Restarts dead ranks while the other ranks continue to train.  Runs in the kernel.
 
 ddpnb restarts a dead rank without a process group, and the rank joins the run at the current
 step.  On several hosts, ddpnb does not restart dead ranks until the run has ended.  After the

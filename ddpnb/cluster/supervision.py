@@ -1,4 +1,4 @@
-"""Supervises a call until the call has ended on every rank (kernel).
+"""Supervises a call until the call has ended on every rank.  Runs in the kernel.
 
 ddpnb releases ranks that wait for a failed rank.  An interrupt or a timeout stops every rank,
 even inside a collective.  If a rank still does not stop, ddpnb kills it and tells the user.

@@ -1,4 +1,4 @@
-"""Builds the phrases about ranks that appear in messages (kernel)."""
+"""Builds the phrases about ranks that appear in messages.  Runs in the kernel."""
 
 from collections.abc import Collection
 

@@ -1,1 +1,1 @@
-"""All code that uses private parts of libraries, with a probe for each part.  (Every process.)"""
+"""All code that uses private parts of libraries, each with a probe.  Used in every process."""

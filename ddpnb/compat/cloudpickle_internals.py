@@ -1,4 +1,4 @@
-"""Uses private parts of cloudpickle to send the notebook's functions to ranks.  (Kernel, ranks.)"""
+"""Uses private parts of cloudpickle to send functions.  Runs in the kernel and on the ranks."""
 
 import pickle
 from functools import partial

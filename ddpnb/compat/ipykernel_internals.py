@@ -1,4 +1,4 @@
-"""Uses private parts of ipykernel and IPython.  (Ranks.)
+"""Uses private parts of ipykernel and IPython.  Runs on the ranks.
 
 C code and child processes write text to a stream's file descriptor.  A thread of ipykernel reads
 and forwards this text.  This module can wait until this thread has forwarded all text.  Text that

@@ -1,4 +1,4 @@
-"""Uses private parts of ipyparallel.  (Kernel, controller.)"""
+"""Uses private parts of ipyparallel.  Runs in the kernel and the controller."""
 
 import inspect
 import threading

@@ -1,4 +1,4 @@
-"""Probes check that the private parts of a library work as ddpnb expects.  (Every process.)
+"""Probes check that the private parts of a library work as ddpnb expects.  Used in every process.
 
 Private parts may change in any version, so each private part that ddpnb uses has a probe.  Probes
 run when a rank or a cluster starts.  If a probe fails, ddpnb disables a feature and tells the user.

@@ -1,4 +1,4 @@
-"""Uses private parts of torch.  (Ranks.)
+"""Uses private parts of torch.  Runs on the ranks.
 
 Names without an underscore are also private if torch's documentation does not list them.
 Examples of such names are ``ProcessGroup``'s methods and the dispatcher's operations.

@@ -1,4 +1,4 @@
-"""Checks an exercise for ``%ddp_exercise``, and writes the message for the student (kernel)."""
+"""Checks an exercise for ``%ddp_exercise`` and reports mistakes.  Runs in the kernel."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,8 @@
-"""Hints for all exercises, and a function that calls an exercise's check.  (Kernel and ranks.)
+"""Hints for all exercises, and a function that calls an exercise's check.
 
 The check of an exercise is a function.  The function's parameters have the names of the variables
 that the student must define.  The check raises ``Hint`` if the student's solution is wrong.
+Runs in the kernel and on the ranks.
 """
 
 import inspect
@@ -18,7 +19,8 @@ HINTS = {
     "3.1": "All-reduce p.grad of each parameter p, then divide it by the number of ranks.",
     "3.2": "If you seed torch.randperm's generator with the epoch, all ranks get the same order.",
     "3.3": "Join the gradients with torch.cat, all-reduce the result, and copy the parts back.",
-    "4.1": "Divide each loss. Run every backward pass except the last inside net.no_sync().",
+    "4.1": "Divide each loss by the number of batches. Run all backward passes except the last one "
+    "inside net.no_sync().",
     "4.2": "DistributedDataParallel has an option for parameters that a step does not use.",
     "5.1": "Each row of steps() is one update of one worker. The staleness is a column.",
     "5.2": "Divide the learning rate by the staleness, but never by less than one.",

@@ -1,4 +1,4 @@
-"""Checks of the exercises about results, which run in the notebook (kernel)."""
+"""Checks of the exercises about results, which run in the notebook.  Runs in the kernel."""
 
 import math
 from typing import Any

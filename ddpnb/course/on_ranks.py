@@ -1,4 +1,4 @@
-"""Checks of the exercises about code.  Every rank runs these checks.  (Ranks.)"""
+"""Checks of the exercises about code.  Every rank runs these checks.  Runs on the ranks."""
 
 import copy
 import os

@@ -1,1 +1,1 @@
-"""Stores the measurements of runs and computes every result from them (kernel)."""
+"""Stores the measurements of runs and computes every result from them.  Runs in the kernel."""

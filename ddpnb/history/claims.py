@@ -1,4 +1,4 @@
-"""Tests if two strategies differ: computes their mean ratio and its interval.  (Kernel.)
+"""Tests if two strategies differ: computes their mean ratio and its interval.  Runs in the kernel.
 
 In one repeat all strategies have the same seed, so strategies are compared repeat by repeat: x_r is
 the ratio of two values in repeat r.  For n repeats and m comparisons in one sentence:

@@ -1,4 +1,4 @@
-"""Combines several runs with their environment and with the cell that trains them.  (Kernel.)"""
+"""Combines runs with their environment and the cell that trains them.  Runs in the kernel."""
 
 import contextlib
 import os

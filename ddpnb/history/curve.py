@@ -1,8 +1,8 @@
-"""Computes a run's curve of at most ``MAX_POINTS`` points from one row per step.  (Kernel.)
+"""Computes a run's curve of at most ``MAX_POINTS`` points from one row per step.
 
 Step k of all synchronous workers is one update.  Each step of an asynchronous worker and each call
 of ``ddpnb.log`` is a separate update, and these updates are ordered by time.  Each point merges 2^k
-neighbouring updates, so that drawn points do not move.
+neighbouring updates, so that drawn points do not move.  Runs in the kernel.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Collects the steps of a run as they arrive, and returns snapshots to draw.  (Kernel.)"""
+"""Collects a run's steps as they arrive, and returns snapshots.  Runs in the kernel."""
 
 import math
 import threading

@@ -1,4 +1,4 @@
-"""The notes that tables show for a strategy, for example on unstable momentum.  (Kernel.)
+"""The notes that tables show for a strategy, for example on unstable momentum.  Runs in the kernel.
 
 Asynchronous SGD has one server, momentum m, and N workers.  Gradients have weight 1/N and staleness
 d.  Near a minimum, a coordinate w along a direction of curvature h follows this recurrence:

@@ -1,4 +1,4 @@
-"""Finds stored runs by name.  (Kernel.)
+"""Finds stored runs by name.  Runs in the kernel.
 
 ``digits-1`` names a comparison.  ``digits-1/ddp`` names all repeats of ``ddp`` in ``digits-1``, and
 ``digits-1/ddp#2`` names the second repeat.  ``ddp`` names the repeats of ``ddp`` in the latest

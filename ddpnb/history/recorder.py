@@ -1,4 +1,4 @@
-"""Records a comparison during training, in memory and in the store.  (Kernel.)"""
+"""Records a comparison during training, in memory and in the store.  Runs in the kernel."""
 
 import time
 import uuid

@@ -1,4 +1,4 @@
-"""The rows of measured steps, one row for each step of each worker.  (Kernel.)"""
+"""The rows of measured steps, one row for each step of each worker.  Runs in the kernel."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The store keeps runs on disk, for this kernel and for later kernels.  (Kernel.)
+"""The store keeps runs on disk, for this kernel and for later kernels.  Runs in the kernel.
 
 The store is one SQLite file.  With its rollback journal, the file can be on NFS, stays valid if a
 kernel is killed, and lets two notebooks write in turns.  Steps are stored as the bytes of ``EVENT``

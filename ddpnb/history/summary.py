@@ -1,4 +1,4 @@
-"""Computes every number of the final table for each strategy.  (Kernel.)
+"""Computes every number of the final table for each strategy.  Runs in the kernel.
 
 Speeds, losses over time and parts of a step are computed from the steps of the runs.  Scores and
 the final loss come from evaluations.  The ranks report bytes received, memory and lost samples.

@@ -1,4 +1,4 @@
-"""Chooses the learning rate of each strategy if several rates are tried.  (Kernel.)
+"""Chooses the learning rate of each strategy if several rates are tried.  Runs in the kernel.
 
 ``--lr 0.02,0.05,0.1`` trains each strategy once at each rate, all with the first repeat's seed.
 For each strategy, the comparison uses the rate with the lowest held-out loss.  The run at this rate

@@ -1,4 +1,4 @@
-"""The agent of a host, which is the fork server of the host's ranks (agent).
+"""The agent of a host, which is the fork server of the host's ranks.  Runs in the agent.
 
 The relay of the host starts the agent and sends it the kernel's JSON frames.  Before the agent
 imports torch, it reports the host's properties and whether the host can reach the other hosts.

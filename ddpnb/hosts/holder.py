@@ -1,8 +1,9 @@
-"""Runs ipyparallel's launcher in a process that ends when the kernel ends (kernel's host).
+"""Runs ipyparallel's launcher in a process that ends when the kernel ends.
 
 ``python -m ddpnb.hosts.holder`` lets a launcher start relays instead of engines, through Slurm,
 MPI, PBS, LSF, SGE or HTCondor.  ``engines`` or the profile's ``ipcluster_config.py`` chooses the
 launcher.  When the standard input of this process closes, the relays end.
+Runs on the kernel's host.
 """
 
 import asyncio

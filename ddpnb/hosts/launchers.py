@@ -1,8 +1,8 @@
-"""Starts hosts through a launcher of ipyparallel: Slurm, MPI, PBS, LSF, SGE, HTCondor (kernel).
+"""Starts hosts through a launcher of ipyparallel: Slurm, MPI, PBS, LSF, SGE, HTCondor.
 
 The launcher starts relays instead of engines.  The launcher runs in a separate process
 (``holder.py``), which ends the relays when this process ends.  A file in the user's home, which all
-hosts share, tells the relays how to connect to this process.
+hosts share, tells the relays how to connect to this process.  Runs in the kernel.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Finds this host's addresses, ports and versions, and probes other hosts (kernel, agents)."""
+"""Finds this host's ports and versions; probes other hosts.  Runs in the kernel and in agents."""
 
 import contextlib
 import importlib.metadata

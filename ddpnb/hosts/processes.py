@@ -1,4 +1,4 @@
-"""The processes of a cluster on several hosts (kernel).
+"""The processes of a cluster on several hosts.  Runs in the kernel.
 
 The fork server on the kernel's host starts only the controller.  Each host has an agent and a
 relay.  The agent is the fork server of the host's ranks.  The relay connects the agent to the

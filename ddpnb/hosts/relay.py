@@ -1,4 +1,4 @@
-"""The relay of a host: starts the agent, and forwards frames between agent and kernel (relay).
+"""The relay of a host: starts the agent, and forwards frames between agent and kernel.
 
 ssh or a launcher of ipyparallel starts ``python -m ddpnb.hosts.relay``.  The relay connects to the
 kernel over TCP or over a Unix socket that ssh forwards.  The relay reads the kernel's address and
@@ -7,6 +7,7 @@ the relay, not in the agent, because the agent forks.
 
 When the connection to the kernel is lost, the relay closes the agent's pipe, so that the ranks end.
 When the agent ends, the relay kills the agent's other processes and removes the run folder.
+Runs in the relay.
 """
 
 import contextlib

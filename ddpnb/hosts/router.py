@@ -1,4 +1,4 @@
-"""The router: a thread that forwards frames between the kernel's pipes and the relays (kernel)."""
+"""The router: a thread that connects the kernel's pipes to relays.  Runs in the kernel."""
 
 import hmac
 import json

@@ -1,4 +1,4 @@
-"""The options of a cluster on other hosts (kernel)."""
+"""The options of a cluster on other hosts.  Runs in the kernel."""
 
 import re
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Starts relays over ssh on the hosts that the user names (kernel)."""
+"""Starts relays over ssh on the hosts that the user names.  Runs in the kernel."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""The protocol between the kernel and a host's relay, over CurveZMQ (kernel, relay)."""
+"""The protocol between the kernel and a relay, over CurveZMQ.  Used in the kernel and in relays."""
 
 from enum import Enum
 

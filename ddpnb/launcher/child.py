@@ -1,4 +1,4 @@
-"""Runs a rank as a child of the fork server, from the fork to the exit (ranks)."""
+"""Runs a rank as a child of the fork server, from the fork to the exit.  Runs on the ranks."""
 
 import gc
 import os

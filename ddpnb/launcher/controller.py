@@ -1,4 +1,4 @@
-"""Runs ipyparallel's controller, and kills processes that outlive the fork server (controller)."""
+"""Runs ipyparallel's controller, and kills leftover processes.  Runs in the controller."""
 
 import contextlib
 import os

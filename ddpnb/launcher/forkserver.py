@@ -1,4 +1,4 @@
-"""The fork server: imports torch once, forks the ranks and ends them (fork server).
+"""The fork server: imports torch once, forks the ranks and ends them.  Runs in the fork server.
 
 The kernel starts ``python -m ddpnb.launcher.forkserver FD ...`` and exchanges JSON frames with the
 fork server over a socket pair.  The fork server forks the controller first, and imports torch while

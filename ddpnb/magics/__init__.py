@@ -1,1 +1,1 @@
-"""The magics, which parse their lines and call functions of the session (kernel)."""
+"""The magics, which parse their lines and call functions of the session.  Runs in the kernel."""

@@ -1,4 +1,4 @@
-"""Declares, parses and explains the arguments of the magics (kernel)."""
+"""Declares, parses and explains the arguments of the magics.  Runs in the kernel."""
 
 import argparse
 import re

@@ -1,7 +1,7 @@
-"""Completes (Tab) and describes (Shift+Tab) names in magics and in cells for ranks (kernel).
+"""Completes (Tab) and describes (Shift+Tab) names in magics and in cells for ranks.
 
 A rank completes and describes its variables.  If the rank is busy or does not answer at once,
-the notebook completes with its own variables, as in all other cells.
+the notebook completes with its own variables, as in all other cells.  Runs in the kernel.
 """
 
 import contextlib
@@ -165,7 +165,7 @@ Offered = tuple[str, Iterable[str]]
 
 
 def values(words: Sequence[str], prefix: str) -> Offered | None:
-    """Return the values of the option that ends a line; None if ddpnb cannot list the values."""
+    """Return the possible values of the last option of a line; None if they are unknown."""
     match words[-1]:
         case "--profile":
             return "profile", profiles()

@@ -1,4 +1,4 @@
-"""The magics, which parse their lines and call ``ddpnb.api`` or the session (kernel)."""
+"""The magics, which call ``ddpnb.api`` or the session.  Runs in the kernel."""
 
 from argparse import REMAINDER
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,7 @@
-"""The controls of ``%ddp_panel``, which start and stop comparisons in the background (kernel).
+"""The controls of ``%ddp_panel``, which start and stop comparisons in the background.
 
 A kernel has one panel.  If two cells show the panel, both show the same controls.  Each control
-has a label and can be used with the keyboard.
+has a label and can be used with the keyboard.  Runs in the kernel.
 """
 
 import contextvars

@@ -1,4 +1,4 @@
-"""The tables of all strategies and tasks.  (Every process.)
+"""The tables of all strategies and tasks.  Used in every process.
 
 To add a strategy, write a file in ``rank/strategies/`` and add an entry to ``STRATEGIES`` below.
 """

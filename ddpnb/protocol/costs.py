@@ -1,4 +1,4 @@
-"""Computes the number of messages and bytes that a collective sends.  (Every process.)
+"""Computes the number of messages and bytes that a collective sends.  Used in every process.
 
 N ranks take part, and each rank has B bytes.  In a scatter, each rank receives B bytes.  L is log2
 N, rounded up: the number of rounds of a binomial tree.  In the tree, a rank sends the message to K

@@ -1,4 +1,4 @@
-"""Emulated devices: the speed of each device and the links between them.  (Every process.)
+"""Emulated devices: the speed of each device and the links between them.  Used in every process.
 
 8            eight devices, each as fast as one idle core of this machine
 8xV100       eight V100 cards; ``CARDS`` lists the cards
@@ -233,7 +233,7 @@ def _published(model: str, card: str) -> Compute:
         raise one_of("model for --as", model, MODELS)
     known = MODELS[model].compute
     if not card:
-        raise UserError(f"--as {model} needs a card. Add --devices 8x{next(iter(known))}.")
+        raise UserError(f"--as {model} needs a GPU model. Add --devices 8x{next(iter(known))}.")
     if card not in known:
         raise UserError(
             f"ddpnb has no published time for {model} on {card}. Use {' or '.join(known)}."

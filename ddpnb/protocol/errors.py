@@ -1,4 +1,4 @@
-"""Errors for users, and functions that write parts of their messages.  (Every process.)"""
+"""Errors for users, and functions that write parts of their messages.  Used in every process."""
 
 import difflib
 from collections.abc import Collection, Iterable

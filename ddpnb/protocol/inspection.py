@@ -1,4 +1,4 @@
-"""The request that ``%ddp_inspect`` sends to ranks, and their measurements.  (Every process.)"""
+"""The request of ``%ddp_inspect``, and the ranks' measurements.  Used in every process."""
 
 from dataclasses import dataclass
 

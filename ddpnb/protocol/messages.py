@@ -1,4 +1,4 @@
-"""The messages between the kernel and the ranks, sent through ipyparallel.  (Every process.)
+"""The messages between the kernel and the ranks, sent through ipyparallel.  Used in every process.
 
 The messages are frozen, picklable values.  The kernel sends calls and specs; ranks return events
 and reports.  Messages to a busy rank are sent through the fork server instead

@@ -1,4 +1,4 @@
-"""Parses the short notations that users write; raises UserError for invalid text.  (Every process.)
+"""Parses the short notations that users write; raises UserError for invalid text.
 
 ddp:hook=fp16,bucket_cap_mb=5   a strategy or a task, with options
 0,2-3                           ranks
@@ -11,7 +11,7 @@ accuracy=0.95                   a target accuracy on held-out samples; also accu
 178ms/64                        a step of 178 ms for 64 samples
 4MB                             a number of bytes; also 4MiB, 4096
 
-``parse_quantity`` parses every number that has a unit.
+``parse_quantity`` parses every number that has a unit.  Used in every process.
 """
 
 import math

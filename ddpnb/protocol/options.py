@@ -1,4 +1,4 @@
-"""Defines how an option that users can set is declared, checked and parsed.  (Every process.)
+"""Defines how an option that users can set is declared, checked and parsed.  Used in every process.
 
 An option is declared once, as a field of a spec: ``clip: float = option(1.0, "largest norm")``.
 The declaration defines the option's check, the magic's argument ``--clip`` and its help, tab

@@ -1,4 +1,4 @@
-"""The reports of ranks on their replicas and on the samples that they get (kernel, ranks)."""
+"""The reports of ranks on their replicas and samples.  Runs in the kernel and on the ranks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The activities of ranks over time: the spans of traces and timelines.  (Every process.)"""
+"""The activities of ranks over time: the spans of traces and timelines.  Used in every process."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,4 @@
-"""The training options, which are the same for every strategy.  (Every process.)
+"""The training options, which are the same for every strategy.  Used in every process.
 
 Each option is declared once, as a field of ``TrainingSpec`` with an ``Option``.
 """

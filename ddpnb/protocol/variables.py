@@ -1,8 +1,9 @@
-"""Pickles variables, and sends them in a message or in a file in shared memory (kernel, ranks).
+"""Pickles variables, and sends them in a message or in a file in shared memory.
 
 Cloudpickle also pickles the code of classes and functions of cells.  The memory of large arrays and
 tensors stays out of the pickle.  The sender writes this memory once, and the receiver maps it
 copy-on-write.  The mapping exists until the last array or tensor in it is freed.
+Runs in the kernel and on the ranks.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Implements each call that ``protocol.calls`` declares as one function (ranks)."""
+"""Implements each call that ``protocol.calls`` declares as one function.  Runs on the ranks."""
 
 import functools
 import os

@@ -1,8 +1,8 @@
-"""Ends a rank's waits outside the process group, and defines the errors of these waits (ranks).
+"""Ends a rank's waits outside the process group, and defines the errors of these waits.
 
 Code that waits for other ranks outside the process group uses a ``CancellationToken``.  If the code
 waits for a socket or a condition, it registers a callback that ends the wait.  If the code polls,
-it checks the token in each iteration.
+it checks the token in each iteration.  Runs on the ranks.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Runs the user's code as an IPython cell, handles interrupts, and describes errors (ranks)."""
+"""Runs a cell with IPython, handles interrupts and describes errors.  Runs on the ranks."""
 
 import contextlib
 import gc

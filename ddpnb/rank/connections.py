@@ -1,4 +1,4 @@
-"""Finds, counts and closes the TCP connections of this host's processes (ranks).
+"""Finds, counts and closes the TCP connections of this host's processes.  Runs on the ranks.
 
 Two ranks are connected if each rank has a connection with the same two ends, in opposite order.
 """

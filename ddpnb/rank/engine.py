@@ -1,4 +1,4 @@
-"""Runs a rank's process: an ipyparallel engine for calls and a thread for commands (ranks)."""
+"""Runs a rank's process: the engine and the control thread.  Runs on the ranks."""
 
 import faulthandler
 import json

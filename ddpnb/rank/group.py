@@ -1,4 +1,4 @@
-"""Joins, leaves and aborts the process group of this rank (ranks)."""
+"""Joins, leaves and aborts the process group of this rank.  Runs on the ranks."""
 
 import contextlib
 import os
@@ -89,7 +89,7 @@ class Group:
     """Raises an error if a collective does not match the other ranks' collectives."""
 
     def join(self, generation: int, *, is_checked: bool = False) -> None:
-        """Form the process group, and test it with an all-reduce.  Takes part: every rank.
+        """Form the process group, and test it with an all-reduce.  Every rank takes part.
 
         Args:
             generation: the number of process groups that the ranks formed before this group.

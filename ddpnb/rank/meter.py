@@ -1,8 +1,8 @@
-"""Measures how long each phase of a step takes, and how many bytes the step sends (ranks).
+"""Measures how long each phase of a step takes, and how many bytes the step sends.
 
 Strategies need no code for these measurements.  ``Worker.compute_gradients`` begins the phases of a
 step.  The interceptor of collectives reports the messages that ``torch.distributed`` sends.  The
-servers report the messages that go through shared memory.
+servers report the messages that go through shared memory.  Runs on the ranks.
 """
 
 from __future__ import annotations

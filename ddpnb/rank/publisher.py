@@ -1,4 +1,4 @@
-"""Sends events to the notebook through a queue, without slowing the training (ranks).
+"""Sends events to the notebook through a queue, without slowing the training.  Runs on the ranks.
 
 The training thread only appends events.  Twice a second, another thread sends all events in the
 queue as one message.

@@ -1,4 +1,4 @@
-"""Seeds and restores global random generators, and restores global settings of torch (ranks)."""
+"""Seeds and restores random generators and torch's settings.  Runs on the ranks."""
 
 import contextlib
 import random

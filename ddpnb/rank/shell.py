@@ -1,4 +1,4 @@
-"""Adapts IPython to a rank, because a rank has no frontend (ranks).
+"""Adapts IPython to a rank, because a rank has no frontend.  Runs on the ranks.
 
 A rank can send output to the notebook, but can receive input from it only in the debugger.  So a
 rank prints text that would otherwise appear in a pager or a widget.  A rank also prints the output

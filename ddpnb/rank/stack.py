@@ -1,4 +1,4 @@
-"""Finds the frames of the user's code on the call stack (ranks)."""
+"""Finds the frames of the user's code on the call stack.  Runs on the ranks."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Reports what this rank is doing right now (ranks, in the control thread).
+"""Reports what this rank is doing right now.  Runs on the ranks, in the control thread.
 
 The report has three sources:
 

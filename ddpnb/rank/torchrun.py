@@ -1,4 +1,4 @@
-"""Lets a rank run code and scripts that were written for torchrun (ranks).
+"""Lets a rank run code and scripts that were written for torchrun.  Runs on the ranks.
 
 Code for torchrun forms the default process group and destroys the group at the end.  On a rank,
 ddpnb has already formed a default group, and ``init_process_group`` uses this group.

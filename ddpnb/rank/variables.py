@@ -1,4 +1,4 @@
-"""Exchanges this rank's variables with the notebook (ranks).
+"""Exchanges this rank's variables with the notebook.  Runs on the ranks.
 
 A rank receives variables and functions from the notebook, and sends values and models back.  A
 rank also finds variables that still hold a process group that has ended.

@@ -1,4 +1,4 @@
-"""Defines the worker and the batches with which a strategy trains (ranks)."""
+"""Defines the worker and the batches with which a strategy trains.  Runs on the ranks."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Reports: figures, tables and texts from recorded runs, and the output of cells (kernel)."""
+"""Reports on recorded runs, and the output of cells.  Runs in the kernel."""

@@ -1,4 +1,4 @@
-"""Shows the ranks' output with labels, under a cell or after a comparison (kernel)."""
+"""Shows the ranks' output with labels, under a cell or after a comparison.  Runs in the kernel."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Displays that have an id, so that ranks can replace the content later (kernel).
+"""Displays that have an id, so that ranks can replace the content later.  Runs in the kernel.
 
 Ranks with the same content share one place under the cell.  If a rank then shows different content,
 this rank gets a new place below.  If all contents become equal again, the ranks share one place.

@@ -1,4 +1,4 @@
-"""The findings of a comparison as a table with one row per strategy (kernel)."""
+"""The findings of a comparison as a table with one row per strategy.  Runs in the kernel."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Formats numbers, and builds the titles and notes of comparisons (kernel)."""
+"""Formats numbers, and builds the titles and notes of comparisons.  Runs in the kernel."""
 
 import math
 from collections.abc import Sequence

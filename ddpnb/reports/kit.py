@@ -1,7 +1,8 @@
-"""Drawing code that all figures share: paper, axes, notes, rank colours, PNG, HTML (kernel).
+"""Drawing code that all figures share: paper, axes, notes, rank colours, PNG, HTML.
 
 ddpnb draws figures without pyplot, so matplotlib does not keep the figures in memory.  Importing
 matplotlib takes 0.3 s, so ddpnb imports it only when it draws the first picture.
+Runs in the kernel.
 """
 
 import base64

@@ -1,4 +1,4 @@
-"""Tables of ranks, of stored runs, and of the details of one comparison (kernel)."""
+"""Tables of ranks, of stored runs, and of the details of one comparison.  Runs in the kernel."""
 
 import dataclasses
 import time

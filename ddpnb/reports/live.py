@@ -1,4 +1,4 @@
-"""Displays with content that changes: live figures, tables, progress bars (kernel)."""
+"""Displays with content that changes: live figures, tables, progress bars.  Runs in the kernel."""
 
 import base64
 import sys

@@ -1,4 +1,4 @@
-"""Merges the output of several ranks into one sequence (kernel).
+"""Merges the output of several ranks into one sequence.  Runs in the kernel.
 
 Each rank's output is a sequence of items: lines, displayed figures, values.  The items of each
 rank keep their order.  If several ranks have the same next item, ddpnb shows the item once, with

@@ -1,4 +1,4 @@
-"""The progress of a comparison in one line (kernel)."""
+"""The progress of a comparison in one line.  Runs in the kernel."""
 
 import math
 from dataclasses import dataclass

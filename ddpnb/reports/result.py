@@ -1,4 +1,4 @@
-"""The result of a comparison: you can show, save and export it (kernel)."""
+"""The result of a comparison: you can show, save and export it.  Runs in the kernel."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,6 +1,7 @@
-"""The result of a comparison as one sentence: first failures, then speeds and scores (kernel).
+"""The result of a comparison as one sentence: first failures, then speeds and scores.
 
 ``history.claims`` decides which speeds differ.  The sentence never says which accuracy is better.
+Runs in the kernel.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The style of figures: the user's options, and the look of each strategy (kernel).
+"""The style of figures: the user's options, and the look of each strategy.  Runs in the kernel.
 
 ``catalogue.STRATEGIES`` defines the colour, line and marker of each built-in strategy.
 """

@@ -1,4 +1,4 @@
-"""Tables as HTML and as text (kernel).
+"""Tables as HTML and as text.  Runs in the kernel.
 
 A table uses the page's colours and fonts, so it suits light and dark themes.  Jupyter drops style
 sheets of untrusted notebooks, so elements have style attributes.  All text is escaped for HTML.

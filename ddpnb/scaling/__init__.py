@@ -1,1 +1,1 @@
-"""Predicts throughput on other numbers of ranks and other networks by arithmetic (kernel)."""
+"""Predicts throughput for other ranks and networks by arithmetic.  Runs in the kernel."""

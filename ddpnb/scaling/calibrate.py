@@ -1,4 +1,4 @@
-"""Fits the model to a comparison, or uses the settings of emulated devices.  (Kernel.)"""
+"""Fits the model to a comparison, or uses the settings of emulated devices.  Runs in the kernel."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Computes the seconds of a step of each strategy on N ranks.  (Kernel.)
+"""Computes the seconds of a step of each strategy on N ranks.  Runs in the kernel.
 
 A step consists of a rank's computing, its waiting, and the exposed part of its exchanges:
 

@@ -1,4 +1,4 @@
-"""Predicts throughput: the options of ``%ddp_predict`` and the predicted numbers.  (Kernel.)"""
+"""The options of ``%ddp_predict``, and the predicted numbers.  Runs in the kernel."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -101,7 +101,7 @@ class Question:
         if self.inside and self.ranks_per_host is None:
             raise UserError("--inside needs --hosts, the number of ranks on each host.")
         if self.accumulate and not self.step:
-            raise UserError("--accumulate needs --step, the measured step of another device.")
+            raise UserError("--accumulate needs --step, the time of a step on another device.")
         for link in filter(None, (self.link, self.inside)):
             parse_link(link)
         if self.step:

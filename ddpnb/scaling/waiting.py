@@ -1,4 +1,4 @@
-"""Computes how long ranks wait for a server, for a core or for the slowest rank.  (Kernel.)"""
+"""Computes how long ranks wait for a server, a core or a slow rank.  Runs in the kernel."""
 
 import math
 from functools import cache

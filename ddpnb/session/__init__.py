@@ -1,1 +1,1 @@
-"""One notebook's state: its cluster, cells, comparisons and background work (kernel)."""
+"""One notebook's cluster, cells, comparisons and background work.  Runs in the kernel."""

@@ -1,4 +1,4 @@
-"""Supervises calls that neither run a cell nor train a model (kernel)."""
+"""Supervises calls that neither run a cell nor train a model.  Runs in the kernel."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Supervises a cell or a comparison in a thread, while other cells run (kernel)."""
+"""Supervises a cell or a comparison in a thread, while other cells run.  Runs in the kernel."""
 
 import contextvars
 import threading

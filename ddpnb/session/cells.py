@@ -1,4 +1,4 @@
-"""Runs a cell on ranks and shows the cell's output (kernel)."""
+"""Runs a cell on ranks and shows the cell's output.  Runs in the kernel."""
 
 import signal
 import sys

@@ -1,4 +1,4 @@
-"""Checks a comparison and prepares its runs (kernel)."""
+"""Checks a comparison and prepares its runs.  Runs in the kernel."""
 
 import sys
 from collections.abc import Collection, Mapping, Sequence

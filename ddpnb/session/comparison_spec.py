@@ -1,4 +1,4 @@
-"""The specification of a comparison, and the list of its runs (kernel)."""
+"""The specification of a comparison, and the list of its runs.  Runs in the kernel."""
 
 import ast
 import math

@@ -1,4 +1,4 @@
-"""Shows the failures of ranks: the root cause first, identical failures once (kernel)."""
+"""Shows failures of ranks: root cause first, equal failures once.  Runs in the kernel."""
 
 import re
 import sys

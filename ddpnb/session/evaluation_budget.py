@@ -1,4 +1,4 @@
-"""Chooses the number of samples on which a comparison evaluates its models (kernel).
+"""Chooses the number of samples on which a comparison evaluates its models.  Runs in the kernel.
 
 The check of a strategy measures how long evaluation and training take per sample.  Before the first
 run, ddpnb chooses one number of samples for all runs, so all models are evaluated on the same

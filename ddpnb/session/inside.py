@@ -1,4 +1,4 @@
-"""Inspects models and training steps on the ranks, and returns the results (kernel)."""
+"""Inspects models and training steps on the ranks, and returns the results.  Runs in the kernel."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace

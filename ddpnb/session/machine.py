@@ -1,4 +1,4 @@
-"""The share of this machine's CPU cores that other programs use (kernel)."""
+"""The share of this machine's CPU cores that other programs use.  Runs in the kernel."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Converts a stored comparison into the input of the scaling model, for predictions (kernel)."""
+"""Converts a stored comparison into input of the scaling model.  Runs in the kernel."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The session of one notebook, which the magics and the Python functions use (kernel)."""
+"""The session of one notebook, which magics and functions use.  Runs in the kernel."""
 
 import atexit
 import contextlib

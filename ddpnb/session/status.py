@@ -1,4 +1,4 @@
-"""Describes the state of every rank, as a table or in sentences (kernel)."""
+"""Describes the state of every rank, as a table or in sentences.  Runs in the kernel."""
 
 import socket
 import time

@@ -1,4 +1,4 @@
-"""Trains the runs of a comparison, one after the other (kernel)."""
+"""Trains the runs of a comparison, one after the other.  Runs in the kernel."""
 
 import contextlib
 import math

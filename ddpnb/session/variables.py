@@ -1,4 +1,4 @@
-"""Copies variables and functions to the ranks, and values to the notebook (kernel)."""
+"""Copies variables and functions to the ranks, and values to the notebook.  Runs in the kernel."""
 
 import contextlib
 import inspect

@@ -1,1 +1,1 @@
-"""Describes and intercepts this rank's calls to ``torch.distributed`` (ranks)."""
+"""Describes and intercepts this rank's calls to ``torch.distributed``.  Runs on the ranks."""

@@ -1,8 +1,9 @@
-"""A board in shared memory, on which a host's ranks post the virtual times of their calls (ranks).
+"""A board in shared memory, on which a host's ranks post the virtual times of their calls.
 
 Each process group has a file: a ring buffer with one place for each call and rank.  A place holds a
 call's number and two times (see ``Ready``).  If all ranks take part in a call, the real exchange
 makes all writes visible.  Otherwise, a rank waits until the place holds the call's number.
+Runs on the ranks.
 """
 
 import mmap

@@ -1,4 +1,4 @@
-"""Flat buffers for collectives store many tensors end to end, in one tensor per dtype (ranks)."""
+"""Flat buffers store many tensors end to end, one buffer per dtype.  Runs on the ranks."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

@@ -1,4 +1,4 @@
-"""The interceptor of this rank's ``torch.distributed`` calls (ranks).
+"""The interceptor of this rank's ``torch.distributed`` calls.  Runs on the ranks.
 
 Users and torch's Python code call methods of ``ProcessGroup``.  ddpnb replaces these methods.
 Torch's C++ code, such as DDP's backward pass, calls only the dispatcher.  In the dispatcher, ddpnb

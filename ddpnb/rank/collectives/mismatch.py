@@ -1,11 +1,12 @@
-"""Checks that all ranks call the same collective before the backend gets the call (ranks).
+"""Checks that all ranks call the same collective before the backend gets the call.
 
 If ranks call the same collective with tensors of different sizes, gloo kills the process.  To
 prevent this, a host's ranks share a file for each group, and each rank writes its last calls to the
-file.  After writing a call, a rank reads the other ranks' calls with the same number.  Each write
-or read holds a lock that orders memory accesses.  If two ranks write at the same time, at least one
-finds the other rank's call.  A rank that finds a different call raises an error, so at most one of
-the two calls reaches the backend.  ddpnb then releases the rank that waits in the backend.
+file.  After a rank has written a call, it reads the other ranks' calls with the same number.  Each
+write or read holds a lock that orders memory accesses.  If two ranks write at the same time, at
+least one finds the other rank's call.  A rank that finds a different call raises an error, so at
+most one of the two calls reaches the backend.  ddpnb then releases the rank that waits in the
+backend.  Runs on the ranks.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Sums tensors over the ranks of one host in shared memory (ranks).
+"""Sums tensors over the ranks of one host in shared memory.  Runs on the ranks.
 
 Sockets are slow if many ranks share few cores.  In shared memory, rank r adds up part r of all
 tensors in the order of gloo's ring (``gloo/allreduce.cc``).  The sum is bitwise equal to gloo's

@@ -1,4 +1,4 @@
-"""Describes torch.distributed's collectives and the calls that this rank makes (ranks)."""
+"""Describes torch.distributed's collectives and this rank's calls.  Runs on the ranks."""
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field

@@ -1,4 +1,4 @@
-"""Traces the collectives and messages of a cell (ranks).
+"""Traces the collectives and messages of a cell.  Runs on the ranks.
 
 A span begins when ddpnb calls the backend and ends when the backend's work is complete.  If no
 caller waits for the work, a thread of gloo reports the end to Python.  The recorded end may be

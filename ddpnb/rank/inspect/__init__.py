@@ -1,1 +1,1 @@
-"""Inspections of a rank's steps, replicas, samples and collectives (ranks)."""
+"""Inspections of a rank's steps, replicas, samples and collectives.  Runs on the ranks."""

@@ -1,7 +1,8 @@
-"""Demonstrates one collective, with its tensors before and after, its time and its bytes (ranks).
+"""Demonstrates one collective, with its tensors before and after, its time and its bytes.
 
 The tensor of rank r holds 10 (r + 1) + 0, 1, 2, ..., so each number shows its rank.  The Linux
 kernel counts the bytes that this process sends over TCP, including gloo's headers.
+Runs on the ranks.
 """
 
 import statistics

@@ -1,4 +1,4 @@
-"""Records events while a model takes steps with DistributedDataParallel (ranks).
+"""Records events while a model takes steps with DistributedDataParallel.  Runs on the ranks.
 
 An inspection has no side effects, because it uses copies of the model, and restores the random
 states.  Hooks record when each gradient is ready, and when the all-reduce of each bucket begins and

@@ -1,4 +1,4 @@
-"""Computes digests of this rank's replica without changing the replica (ranks).
+"""Computes digests of this rank's replica without changing the replica.  Runs on the ranks.
 
 To compute digests, a rank does not call any collective.
 """

@@ -1,4 +1,4 @@
-"""Lists the samples that this rank gets, from a copy of its sampler (ranks)."""
+"""Lists the samples that this rank gets, from a copy of its sampler.  Runs on the ranks."""
 
 import copy
 import itertools

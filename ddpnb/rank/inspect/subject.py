@@ -1,6 +1,6 @@
-"""The model that ``%ddp_inspect`` inspects, from the rank's variables or from a task (ranks).
+"""The model that ``%ddp_inspect`` inspects, from the rank's variables or from a task.
 
-An inspection has no side effects, because only copies of the model take steps.
+An inspection has no side effects, because only copies of the model take steps.  Runs on the ranks.
 """
 
 import copy

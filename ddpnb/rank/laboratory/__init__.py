@@ -1,4 +1,4 @@
-"""Emulated devices compute real gradients, and a formula gives the time of each step (ranks).
+"""Emulated devices compute real gradients, and a formula gives the time of each step.
 
     seconds of a step  =  f * (1 + u) * (p * a + c * n) + s
 
@@ -6,6 +6,7 @@ n: number of the worker's samples in this step; c: seconds per sample; a: number
 p: seconds per pass that do not depend on the number of samples; f, s: factor and seconds of
 ``--slow``; u: random number between 0 and ``--jitter`` (from the seed, the rank and the step).
 ddpnb computes the end of each step from this formula.  Training times are not measured.
+Runs on the ranks.
 """
 
 import math

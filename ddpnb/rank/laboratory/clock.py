@@ -1,4 +1,4 @@
-"""The clock of an emulated device computes times instead of waiting (ranks).
+"""The clock of an emulated device computes times instead of waiting.  Runs on the ranks.
 
 The length of a compute phase is known when the phase begins.  When the phase has issued a part of
 its bytes, the clock has advanced by the same part of this length.  For example, half of DDP's bytes

@@ -1,4 +1,4 @@
-"""Computes how long ``torch.distributed`` calls take on emulated devices (ranks).
+"""Computes how long ``torch.distributed`` calls take on emulated devices.  Runs on the ranks.
 
 A collective begins when the last of its ranks is ready and this rank's link is free.  A collective
 takes as long as its messages (see ``ddpnb.protocol.costs``).  A message between two ranks begins

@@ -1,4 +1,4 @@
-"""Serves a parameter server's emulated workers in order of virtual time (rank 0).
+"""Serves a parameter server's emulated workers in order of virtual time.  Runs on rank 0.
 
 When a worker takes a shard, ddpnb computes when the worker's gradient will arrive.  The server
 waits for the real gradient of the worker that is first in virtual time, even if other workers are

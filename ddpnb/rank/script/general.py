@@ -1,4 +1,4 @@
-"""The script for cells that need more than ``plain``, such as a scheduler (torchrun's ranks)."""
+"""The script for cells that need more than ``plain`` offers.  Runs on torchrun's ranks."""
 
 import inspect
 import os

@@ -1,4 +1,4 @@
-"""Names that an exported script defines for its cell, if the cell needs them (torchrun's ranks)."""
+"""Names that an exported script may define for its cell.  Runs on torchrun's ranks."""
 
 import os
 import random

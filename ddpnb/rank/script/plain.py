@@ -1,4 +1,4 @@
-"""The script for a cell with tensors as data, trained with DDP and SGD (torchrun's ranks)."""
+"""A script that trains the model of a cell with DDP and SGD.  Runs on torchrun's ranks."""
 
 import os
 from typing import Any

@@ -1,1 +1,1 @@
-"""The work queue and the parameter server of asynchronous strategies (ranks)."""
+"""The work queue and the parameter server of asynchronous strategies.  Runs on the ranks."""

@@ -1,4 +1,4 @@
-"""Connect a worker of an asynchronous run to the queue on rank 0 (ranks).
+"""Connect a worker of an asynchronous run to the queue on rank 0.  Runs on the ranks.
 
 Rank 0's worker calls the queue directly. Each other worker sends requests through a socket to a
 thread of rank 0, and this thread calls the queue. If a process dies, its socket closes at once.

@@ -1,4 +1,4 @@
-"""Store tensors in memory that the ranks of a host share (ranks).
+"""Store tensors in memory that the ranks of a host share.  Runs on the ranks.
 
 ``PackedTensors`` stores tensors of any shapes and types in one piece of memory, so that one
 operation copies all tensors. Each tensor starts at a multiple of 64 bytes.

@@ -1,4 +1,4 @@
-"""The work queue: gives shards to workers, and tracks which workers are alive (rank 0).
+"""The work queue: gives shards to workers, and tracks which workers are alive.  Runs on rank 0.
 
 Asynchronous workers wait for each other only at the start and at the end. With a bound, the fastest
 workers also wait during the run. A worker's request blocks until the worker may continue. Rank 0's

@@ -1,4 +1,4 @@
-"""The server that connects other ranks to rank 0's queue, without collectives (rank 0).
+"""The server that connects other ranks to rank 0's queue, without collectives.  Runs on rank 0.
 
 A separate thread serves each worker's connection. On rank 0's host, the tensors are in shared
 memory. Workers on other hosts send and receive the tensors after the messages.

@@ -1,4 +1,4 @@
-"""The strategies, one in each file, and a function that creates a strategy (every rank)."""
+"""The strategies, one per file, and a function that creates them.  Runs on the ranks."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Asynchronous SGD with a parameter server (every rank; the server on rank 0).
+"""Asynchronous SGD with a parameter server.  Every rank takes part.  The server is on rank 0.
 
     worker i:  pull w;  push g_i(w)                       g_i: the gradient over its b_i samples
     server:    w  <-  w - (b_i / B) * lr * g_i(w_old)     as soon as it arrives

@@ -1,4 +1,4 @@
-"""The base class of asynchronous strategies. A store holds the server's parameters (ranks)."""
+"""The base class of asynchronous strategies, and the parameter store.  Runs on the ranks."""
 
 import contextlib
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,9 @@
-"""The interface of a strategy: ``setup(worker)``, ``step(batch)`` and ``finish()`` (ranks).
+"""The interface of a strategy: ``setup(worker)``, ``step(batch)`` and ``finish()``.
 
 A strategy must define ``step``. By default, every rank trains a copy of the model on its slice of
 every global batch. A strategy only returns values. A strategy does not print, measure time or send
 results to the notebook. A user's strategy needs no base class (see the example in ``own.py``).
+Runs on the ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Central storage: one rank keeps the parameters in its host's memory (every rank).
+"""Central storage: one rank keeps the parameters in its host's memory.  Every rank takes part.
 
     w  <-  w - lr * sum over ranks i of (b_i / B) * g_i(w)        on rank 0's CPU
 

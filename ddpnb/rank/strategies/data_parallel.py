@@ -1,4 +1,4 @@
-"""DataParallel: train replicas on the threads of one process (rank 0; the other ranks are idle).
+"""DataParallel: train replicas on the threads of one process.  Only rank 0 takes part.
 
     w  <-  w - lr * g(w),    g = sum over replicas i of (b_i / B) * g_i(w)
 

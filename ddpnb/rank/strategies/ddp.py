@@ -1,4 +1,4 @@
-"""Average gradients with torch's DistributedDataParallel (DDP) (every rank).
+"""Average gradients with torch's DistributedDataParallel (DDP).  Every rank takes part.
 
     w  <-  w - lr * sum over ranks i of (b_i / B) * g_i(w)
 

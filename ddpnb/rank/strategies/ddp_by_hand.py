@@ -1,4 +1,4 @@
-"""Synchronous data parallelism in a few lines of code (every rank).
+"""Synchronous data parallelism in a few lines of code.  Every rank takes part.
 
     w  <-  w - lr * sum over ranks i of (b_i / B) * g_i(w)
 

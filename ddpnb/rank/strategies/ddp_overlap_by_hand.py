@@ -1,4 +1,4 @@
-"""Send gradients during the backward pass, in a few lines of code (every rank).
+"""Send gradients during the backward pass, in a few lines of code.  Every rank takes part.
 
     w  <-  w - lr * sum over ranks i of (b_i / B) * g_i(w)
 

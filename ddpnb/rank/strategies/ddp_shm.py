@@ -1,4 +1,4 @@
-"""DDP with an all-reduce in shared memory (every rank, on the CPUs of one host).
+"""DDP with an all-reduce in shared memory.  Every rank takes part, on the CPUs of one host.
 
     w  <-  w - lr * sum over ranks i of (b_i / B) * g_i(w)
 

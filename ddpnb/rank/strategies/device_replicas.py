@@ -1,7 +1,8 @@
-"""Runs each replica of ``dp`` on a separate thread, on several GPUs or on one device (rank 0).
+"""Runs each replica of ``dp`` on a separate thread, on several GPUs or on one device.
 
 As in torch's ``DataParallel``, each step copies the parameters to all replicas and runs each
 replica on its slice of the batch. The first replica then gathers outputs and sums gradients.
+Runs on rank 0.
 """
 
 from abc import ABC, abstractmethod

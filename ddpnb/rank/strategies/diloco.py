@@ -1,4 +1,4 @@
-"""DiLoCo: local steps on each rank, then a step of an outer optimizer (every rank).
+"""DiLoCo: local steps on each rank, then a step of an outer optimizer.  Every rank takes part.
 
     each step:         w_i  <-  w_i - lr * g_i(w_i)                     the task's optimizer
     every H-th step:   d  =  (1 / N) * sum over ranks i of (w - w_i)    the outer gradient

@@ -1,11 +1,11 @@
-"""Fully sharded data parallel (FSDP): each rank stores only a part of the model (every rank).
+"""Fully sharded data parallel (FSDP): each rank stores only a part of the model.
 
     w  <-  w - lr * sum over ranks i of (b_i / B) * g_i(w)
 
 g_i is the gradient of the mean loss over rank i's b_i samples. The global batch has B samples. The
 update is the same as in ``ddp``. Each rank keeps one N-th of the rows of each parameter, with their
 gradients and optimizer state (stage 3 of ZeRO). Ranks gather a layer's parameters before the layer
-runs, and release them afterwards.
+runs, and release them afterwards. Every rank takes part.
 
 Reference: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", PVLDB
 16(12), 2023; code: ``torch.distributed.fsdp.fully_shard`` (FSDP2).

@@ -1,4 +1,4 @@
-"""Gossip: in each step, each rank averages its weights with one neighbour (every rank).
+"""Gossip: in each step, each rank averages its weights with one neighbour.  Every rank takes part.
 
     w_i'  =   w_i - lr * g_i(w_i)          on each rank i
     w_i  <-   (w_i' + w_j') / 2            j: the partner of i in this step

@@ -1,4 +1,4 @@
-"""Hogwild: workers update the same memory without locks (every rank, on the CPUs of one host).
+"""Hogwild: workers update the same memory without locks.
 
     worker i:  w  <-  w - (b_i / B) * lr * g_i(w_old)     w: the only copy, in shared memory
 
@@ -19,7 +19,7 @@ Gradient Descent", NeurIPS 2011.
 - Bytes sent per step and worker: the size of all parameters, written to shared memory.
 
 If a worker dies, its unfinished shards are lost, and the restarted worker may join again. Hogwild
-needs CPUs, because GPUs cannot share this memory.
+needs CPUs, because GPUs cannot share this memory.  Every rank takes part, on the CPUs of one host.
 """
 
 from typing import final

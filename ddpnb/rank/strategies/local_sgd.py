@@ -1,10 +1,10 @@
-"""Local SGD: ranks train independently and average their weights every few steps (every rank).
+"""Local SGD: ranks train independently and average their weights every few steps.
 
     each step:         w_i  <-  w_i - lr * g_i(w_i)                      on each rank i
     every H-th step:   w_i  <-  (1 / N) * sum over ranks j of w_j        after that
 
 g_i is the gradient of the mean loss over rank i's part of the global batch. Each rank has a
-separate momentum. The momentum is not averaged.
+separate momentum. The momentum is not averaged. Every rank takes part.
 
 Reference: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.
 

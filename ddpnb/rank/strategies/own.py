@@ -1,4 +1,4 @@
-"""Train with a strategy that the user wrote in a cell (every rank).
+"""Train with a strategy that the user wrote in a cell.  Every rank takes part.
 
 Define a class with ``setup(worker)``, ``step(batch)`` and ``finish()``:
 

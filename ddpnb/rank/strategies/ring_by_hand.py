@@ -1,11 +1,11 @@
-"""A ring all-reduce in a few lines of code: each rank sends only to the next rank (every rank).
+"""A ring all-reduce in a few lines of code: each rank sends only to the next rank.
 
     w  <-  w - lr * sum over ranks i of (b_i / B) * g_i(w)
 
 g_i is the gradient of the mean loss over rank i's b_i samples. The global batch has B samples. The
 gradients are cut into N chunks. In each of the first N - 1 rounds, each rank sends a chunk to the
 next rank, and the next rank adds its own values. After these rounds, each rank has the sum of one
-chunk. In N - 1 more rounds, each sum is sent once around the ring.
+chunk. In N - 1 more rounds, each sum is sent once around the ring. Every rank takes part.
 
 Reference: Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of
 Workstations", Journal of Parallel and Distributed Computing 69(2), 2009.

@@ -1,4 +1,4 @@
-"""Train on one device. This run is the baseline for all other strategies (rank 0).
+"""Train on one device. This run is the baseline for all other strategies.  Runs on rank 0.
 
     w  <-  w - lr * g(w),    g = gradient of the mean loss over the global batch
 

@@ -1,4 +1,4 @@
-"""ZeRO stage 1: each rank keeps a part of the optimizer's state (every rank).
+"""ZeRO stage 1: each rank keeps a part of the optimizer's state.  Every rank takes part.
 
     w  <-  w - lr * sum over ranks i of (b_i / B) * g_i(w)
 

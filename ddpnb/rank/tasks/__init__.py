@@ -1,4 +1,4 @@
-"""Load the task of a comparison: a built-in task or the task of a cell (ranks)."""
+"""Load the task of a comparison: a built-in task or the task of a cell.  Runs on the ranks."""
 
 from collections.abc import Mapping
 

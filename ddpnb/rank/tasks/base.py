@@ -1,4 +1,4 @@
-"""The parts of a training task: model, step, optimizer and samples (ranks)."""
+"""The parts of a training task: model, step, optimizer and samples.  Runs on the ranks."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

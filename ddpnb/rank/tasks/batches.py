@@ -1,4 +1,4 @@
-"""Select the samples of each step and worker, and handle batches as trees of tensors (ranks).
+"""Select the samples of each step and worker, and handle batches as trees of tensors.
 
 For each epoch, ddpnb shuffles the training split with the seed and cuts it into global batches.
 Each global batch is divided into shards, one for each worker. Together, the shards of a step
@@ -13,7 +13,7 @@ gradients are weighted by the shards' sizes.
 
 A batch is a tree: tensors in dicts, tuples and lists, nested in any way. A tree may also contain
 strings, numbers and other objects. In batches from torch's ``default_collate``, a list of strings
-has one string for each sample.
+has one string for each sample.  Runs on the ranks.
 """
 
 import copy

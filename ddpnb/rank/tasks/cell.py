@@ -1,4 +1,4 @@
-"""Create a task from a notebook's cell (ranks).
+"""Create a task from a notebook's cell.  Runs on the ranks.
 
 The cell runs in a copy of the rank's namespace, once for all runs of a comparison. The cell can use
 the names of earlier cells, but does not overwrite them.

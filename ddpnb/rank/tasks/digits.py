@@ -1,4 +1,4 @@
-"""Classify handwritten digits in images of 8x8 pixels (ranks).
+"""Classify handwritten digits in images of 8x8 pixels.  Runs on the ranks.
 
 Source: Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
 Repository, 1998 (CC BY 4.0). The data are the 1797 digits of scikit-learn's ``load_digits``.

@@ -1,4 +1,4 @@
-"""Fetch samples from the result of ``data(split)``, in this process or in others (ranks)."""
+"""Fetches samples from ``data(split)``, here or in other processes.  Runs on the ranks."""
 
 import contextlib
 import itertools

@@ -1,11 +1,11 @@
-"""Classify synthetic images by finding the prototype from which a noisy image was made (ranks).
+"""Classify synthetic images by finding the prototype from which a noisy image was made.
 
 Images have CIFAR's shape. Each of ten classes has a random prototype. An image is the prototype of
 its class plus noise, scaled to unit variance, so a model can learn the classes.
 
 You can increase communication and computation independently. Extra parameters add communication,
 but hardly any computation. Extra convolutions share parameters, so they add computation, but hardly
-any communication.
+any communication.  Runs on the ranks.
 """
 
 import math

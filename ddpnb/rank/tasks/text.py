@@ -1,4 +1,4 @@
-"""Predict the next character of a Python source file (ranks).
+"""Predict the next character of a Python source file.  Runs on the ranks.
 
 The text is a part of Python's standard library, which is on every machine. The held-out split
 contains other files of this library. The model is a small transformer.

@@ -1,4 +1,4 @@
-"""Defines the context of one run.  The context makes the run's workers and batches (ranks)."""
+"""The context of one run, which makes its workers and batches.  Runs on the ranks."""
 
 import contextlib
 from collections import ChainMap
@@ -149,7 +149,7 @@ class RunContext:
         )
 
     def barrier(self) -> None:
-        """Wait for the other ranks.  Takes part: every rank that the strategy uses (one or all)."""
+        """Wait for the other ranks.  Every rank that the strategy uses takes part."""
         if self.plan.num_ranks == 1 or self.here.rejoin_info is not None:
             return
         dist.barrier(device_ids=[self.device.index] if self.state.backend == "nccl" else None)

@@ -1,7 +1,8 @@
-"""Computes a model's loss, its accuracy and the task's other measures on a split (ranks).
+"""Computes a model's loss, its accuracy and the task's other measures on a split.
 
 If the model's weights are averages, BatchNorm's statistics are first estimated again, as in SWA:
 Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization", UAI 2018.
+Runs on the ranks.
 """
 
 import copy
@@ -200,7 +201,7 @@ def estimate_batchnorm(
     seed: int,
     max_samples: int = MAX_SAMPLES,
 ) -> None:
-    """Estimate BatchNorm's statistics for the model's current weights.  Takes part: one rank.
+    """Estimate BatchNorm's statistics for the model's current weights.  One rank takes part.
 
     The task's step runs on up to ``max_samples`` training samples, in a random order from ``seed``.
     The step runs in training mode, without a backward pass or an update.  The statistics are the

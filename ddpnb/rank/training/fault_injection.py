@@ -1,4 +1,4 @@
-"""Slows or kills ranks on purpose, with any strategy (ranks).
+"""Slows or kills ranks on purpose, with any strategy.  Runs on the ranks.
 
     delay of a step  =  (f * (1 + u) - 1) * c + s
 

@@ -1,6 +1,6 @@
-"""On rank 0, evaluates a run's trained model and the copies made during training (ranks).
+"""On rank 0, evaluates a run's trained model and the copies made during training.
 
-If an evaluation fails or is interrupted, the results of the training are kept.
+If an evaluation fails or is interrupted, the results of the training are kept.  Runs on the ranks.
 """
 
 import contextlib

@@ -1,16 +1,16 @@
-"""The training loop, which trains and evaluates a run of any strategy (ranks).
+"""The training loop, which trains and evaluates a run of any strategy.  Runs on the ranks.
 
 A run has these phases, in this order.  The clock runs during ``train``.  The clock also runs during
 ``finish`` if the strategy's plan counts that phase as training.
 
-build     load the task and its data, and find out which ranks take part
-rehearse  train a warm-up model for a few steps and discard the model
-prepare   set up the strategy, fault injection and the source of samples
-barrier   let all ranks that take part start together
-train     take the measured steps
-finish    let the strategy return the trained model
-evaluate  on rank 0, save the model if the user named a file; evaluate the model on held-out and
-          training samples, and its copies made during training on held-out samples
+- build: Load the task and its data, and find out which ranks take part.
+- rehearse: Train a warm-up model for a few steps and discard the model.
+- prepare: Set up the strategy, fault injection and the source of samples.
+- barrier: Let all ranks that take part start together.
+- train: Take the measured steps.
+- finish: Let the strategy return the trained model.
+- evaluate: On rank 0, save the model if the user asked for it. Evaluate the model on training and
+  held-out samples. Evaluate the copies that were made during training on held-out samples.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def run(
     should_stop: Callable[[], bool],
     keep: Callable[[nn.Module], None] = lambda _: None,
 ) -> RunReport:
-    """Train and evaluate one run.  Takes part: every rank of the default process group.
+    """Train and evaluate one run.  Every rank of the default group takes part.
 
     On ranks that the strategy does not use, this function returns at once.
 
@@ -145,7 +145,7 @@ def _trained(metrics: RunMetrics, should_stop: Callable[[], bool]) -> tuple[nn.M
 
 
 def rehearse(context: RunContext, activations: Activations) -> None:
-    """Train a warm-up model for a few steps and discard it.  Takes part: every rank of the plan.
+    """Train a warm-up model for a few steps and discard it.  Every rank of the plan takes part.
 
     The warm-up steps load code, start threads, fill the memory allocator and compile the user's
     model if needed, for every batch size.  The warm-up steps have no other lasting effect.

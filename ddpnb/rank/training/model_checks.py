@@ -1,4 +1,4 @@
-"""Checks before the training that a strategy can train the model with the loss (ranks)."""
+"""Checks that a strategy can train the model with the loss.  Runs on the ranks."""
 
 import contextlib
 import math

@@ -1,4 +1,4 @@
-"""Makes a run's optimizer with its scheduler and gradient clipping (ranks)."""
+"""Makes a run's optimizer with its scheduler and gradient clipping.  Runs on the ranks."""
 
 import contextlib
 import inspect

@@ -1,4 +1,4 @@
-"""Counts the steps that a rank takes in a run, and publishes the steps as events (ranks)."""
+"""Counts the steps of a rank in a run, and publishes them.  Runs on the ranks."""
 
 import time
 from collections.abc import Callable

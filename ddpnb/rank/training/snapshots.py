@@ -1,4 +1,4 @@
-"""Copies a run's model during training, for the run's held-out curve (ranks).
+"""Copies a run's model during training, for the run's held-out curve.  Runs on the ranks.
 
 ddpnb makes a copy in one pass over the parameters.  If every step waits for all ranks, the clocks
 of all ranks are paused while the copy is made.  In an asynchronous run, rank 0 makes the copy
@@ -79,7 +79,7 @@ class Snapshots:
                 context.barrier()  # wait until the slowest rank has made its copy
 
     def average(self) -> None:
-        """Replace each copy by the mean of all ranks' copies.  Takes part: every rank."""
+        """Replace each copy by the mean of all ranks' copies.  Every rank takes part."""
         model = self._worker.model
         places = dict(model.named_parameters(remove_duplicate=False))  # all names of tied weights
         for snapshot in self.kept if self._is_mean else ():

@@ -1,4 +1,4 @@
-"""Records when each step ends, the step's loss, and the seconds of each phase (ranks).
+"""Records when each step ends, the step's loss, and the seconds of each phase.  Runs on the ranks.
 
 The measurements never make the device wait.  On a CPU, a timestamp is the time of the host's clock.
 The Python thread submits a step, and a GPU executes the step later.  So on a GPU, a timestamp is a

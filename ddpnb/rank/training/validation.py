@@ -1,4 +1,4 @@
-"""Checks a run's settings and code before any strategy trains (ranks).
+"""Checks a run's settings and code before any strategy trains.  Runs on the ranks.
 
 For each mistake, ddpnb raises an error that says what to do.
 """
@@ -89,7 +89,7 @@ def _with_times(result: Checked, context: RunContext, worker: Worker) -> Checked
 
 
 def measure_compute(spec: RunSpec, here: Surroundings) -> Compute:
-    """Measure how many seconds a step takes on one core.  Takes part: one rank."""
+    """Measure how many seconds a step takes on one core.  One rank takes part."""
     with preserve_globals(torch.device(here.state.device)):
         torch.set_num_threads(1)
         context = build_context(spec, here)
@@ -112,7 +112,7 @@ def _smallest_batch(context: RunContext) -> Batch:
 
 
 def _check_own(context: RunContext, worker: Worker) -> Batch:
-    """Set up a user's strategy and let it take one step.  Takes part: every rank.
+    """Set up a user's strategy and let it take one step.  Every rank takes part.
 
     Parts of the cell that the strategy does not use, such as the loss, are not checked.  The
     returned batch is this rank's shard of the smallest global batch, with the shard's weight.

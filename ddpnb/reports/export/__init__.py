@@ -1,1 +1,1 @@
-"""Export of comparisons to files for other tools (kernel)."""
+"""Export of comparisons to files for other tools.  Runs in the kernel."""

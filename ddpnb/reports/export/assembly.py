@@ -1,4 +1,4 @@
-"""Assembles a script's text from statements that are in several files (kernel).
+"""Assembles a script's text from statements that are in several files.  Runs in the kernel.
 
 ddpnb parses these files but never imports them, because they need torch.  The kernel does not
 import torch.

@@ -1,4 +1,4 @@
-"""Conversion of a comparison to tidy DataFrames (kernel)."""
+"""Conversion of a comparison to tidy DataFrames.  Runs in the kernel."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""Export of a comparison as a script for torchrun (kernel).
+"""Export of a comparison as a script for torchrun.  Runs in the kernel.
 
 The script needs only torch.  The script trains with DistributedDataParallel as the notebook did:
 with the same initial weights, the same order of samples and the same steps.  The script contains

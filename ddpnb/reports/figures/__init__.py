@@ -1,1 +1,1 @@
-"""The figure of a comparison (kernel)."""
+"""The figure of a comparison.  Runs in the kernel."""

@@ -1,4 +1,4 @@
-"""Code for axes and markers, used for curves and for rows (kernel)."""
+"""Code for axes and markers, used for curves and for rows.  Runs in the kernel."""
 
 import math
 from dataclasses import dataclass

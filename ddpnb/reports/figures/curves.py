@@ -1,7 +1,8 @@
-"""Draws a panel with the curves of one quantity, such as the loss, for all strategies (kernel).
+"""Draws a panel with the curves of one quantity, such as the loss, for all strategies.
 
 If there is one run, the strong line is its moving average, and the faint line shows every update.
 If there are several repeats, the strong line is their median, and each faint line is a repeat.
+Runs in the kernel.
 """
 
 import math

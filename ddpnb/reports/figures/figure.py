@@ -1,4 +1,4 @@
-"""The figure of a comparison, drawn from a snapshot of live or stored runs (kernel)."""
+"""The figure of a comparison, drawn from a snapshot of live or stored runs.  Runs in the kernel."""
 
 from collections.abc import Sequence
 

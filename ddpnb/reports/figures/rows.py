@@ -1,4 +1,4 @@
-"""Draws a row per strategy: speed, parts of a step, ranks, staleness and memory (kernel)."""
+"""Draws one row per strategy, with its speed, step and memory.  Runs in the kernel."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,1 +1,1 @@
-"""Pictures and texts about single steps, samples and replicas, from recorded data (kernel)."""
+"""Pictures and texts about single steps, samples and replicas.  Runs in the kernel."""

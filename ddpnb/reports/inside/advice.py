@@ -1,7 +1,8 @@
-"""Advice on which strategy suits the current hardware, with a table and a reason (kernel).
+"""Advice on which strategy suits the current hardware, with a table and a reason.
 
 TensorFlow's strategies are usually taught with this table.  The rows are one machine and several
 machines.  The columns say which connection is faster: between CPU and GPU, or between GPUs.
+Runs in the kernel.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Shows measured steps with DDP: the buckets, and their hidden and exposed time (kernel)."""
+"""Shows measured steps of DDP: buckets, hidden and exposed time.  Runs in the kernel."""
 
 import math
 import statistics

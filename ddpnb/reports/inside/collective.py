@@ -1,4 +1,4 @@
-"""Shows the effect of one collective: tensors before and after, time, bytes, formula (kernel)."""
+"""Shows one collective: tensors before and after, time and bytes.  Runs in the kernel."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

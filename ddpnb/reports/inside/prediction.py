@@ -1,4 +1,4 @@
-"""A prediction of throughput, shown as a picture, a table and text (kernel)."""
+"""A prediction of throughput, shown as a picture, a table and text.  Runs in the kernel."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Shows whether the ranks' replicas are equal, and likely causes of differences (kernel)."""
+"""Shows if replicas are equal, and the causes of differences.  Runs in the kernel."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -403,5 +403,5 @@ def _size(finding: Finding) -> str:
         of += f" measured, of {finding.num_elements:,}"
     largest = "some values are NaN or infinite"
     if math.isfinite(finding.largest):
-        largest = f"at most {finding.largest:.3g} apart, among values up to {finding.scale:.3g}"
+        largest = f"at most {finding.largest:.3g} apart; largest value {finding.scale:.3g}"
     return f", {finding.num_unequal:,} of {of}: {largest}"

@@ -1,4 +1,4 @@
-"""A picture and a table of the samples that each rank gets from its sampler (kernel)."""
+"""A picture and a table of each rank's samples.  Runs in the kernel."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A timeline of the activity of all ranks (kernel).
+"""A timeline of the activity of all ranks.  Runs in the kernel.
 
 Each rank has a row for computing and waiting, and a row for communication.  If an early rank waits
 in a call for other ranks, its bar is hatched until the last rank makes the same call.

@@ -1,4 +1,4 @@
-"""The trace of a cell, shown as a picture, a text and a file for Perfetto (kernel)."""
+"""The trace of a cell, shown as a picture, a text and a file for Perfetto.  Runs in the kernel."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Shows which versions of the parameters asynchronous workers read and write (kernel).
+"""Shows which versions of the parameters asynchronous workers read and write.  Runs in the kernel.
 
 For each gradient, the server reports the new version and the gradient's staleness.  From these two
 numbers, ddpnb computes the version that the worker had read.
