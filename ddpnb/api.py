@@ -102,7 +102,7 @@ def status() -> Table:
     if running is None:
         return status_table(cluster, cluster.busy)
     progress = progress_of(running.recorder.comparison)
-    return status_table(cluster, cluster.ranks, [f"a comparison is training: {progress}"])
+    return status_table(cluster, cluster.ranks, [f"a comparison is running: {progress}"])
 
 
 @twin()

@@ -195,7 +195,7 @@ class Store:
         return tuple(map(_stored_run, self._read(LIST)))
 
     def load(self, *addresses: str) -> Comparison:
-        """Return one comparison with the runs that ``addresses`` name.
+        """Return one comparison that contains the runs listed in ``addresses``.
 
         Args:
             addresses: names as in ``query.resolve``, such as ``"digits-1/ddp"``, ``"mine"``.

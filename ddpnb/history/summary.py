@@ -58,7 +58,7 @@ class StrategySummary:
     status: Status
     samples_per_second: Spread
     rates: Mapping[int, float]
-    """Maps each repeat with a known speed to its samples/s."""
+    """The samples/s of each repeat.  Repeats without a known speed are missing."""
     tenths: tuple[float, ...]
     """Samples/s in each tenth of the only run; empty if there are several repeats."""
     ideal: float

@@ -367,7 +367,7 @@ class CellSpec:
 
     source: str
     execution_count: int
-    """The ``n`` of the notebook's ``In [n]``, which tracebacks on the ranks show."""
+    """The ``n`` of the notebook's ``In [n]``.  Tracebacks on the ranks show this number."""
     run_id: str = ""
     """The id of the run to which ``ddpnb.log`` in this cell adds numbers; may be empty."""
     script: Script | None = None

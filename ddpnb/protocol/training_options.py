@@ -110,7 +110,7 @@ class TrainingSpec:
     )
     compute: str = _devices(
         "",
-        "time per sample of an emulated device, and fixed time per forward and backward pass",
+        "time that a device needs per sample, plus a fixed time per forward and backward pass",
         example="0.4ms/sample,2ms",
     )
     device_link: str = _devices(

@@ -213,7 +213,7 @@ class UnusedParametersError(RuntimeError):
 
 
 def explained(error: BaseException) -> BaseException:
-    """Return ``error``, but name the unused parameters in the message if DDP waits for them."""
+    """Return the error.  If DDP waits for unused parameters, the error names them."""
     numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
     for frame, _ in traceback.walk_tb(error.__traceback__):
         model = frame.f_locals.get("self")

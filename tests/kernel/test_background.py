@@ -40,7 +40,7 @@ def test_while_it_trains_the_notebook_goes_on_and_everybody_knows(training: Cell
         assert re.search(rf"rank {rank} (is training and is not in a collective|waits in )", text)
     assert text.count("in step\n") >= 1, "the stack must show the strategy's step"
     text = kernel.run("%ddp_status").text
-    assert re.search(r"a comparison is training: ddp: \d+ % · [\d,]+ samples/s", text)
+    assert re.search(r"a comparison is running: ddp: \d+ % · [\d,]+ samples/s", text)
     assert text.count("busy") == 2
     assert kernel.value("this_session().answer_now(None)") == "None", "Tab must not ask a rank"
     for source in ("%%ddp\nrank", LONG, "%ddp_pull 1", "%ddp_restart --ranks 1"):

@@ -137,7 +137,7 @@ class WorkQueue:
         self.error: Exception | None = None
         """The error that a thread of this rank raised, or None."""
         self.lost_shards: list[int] = []
-        """Numbers of the shards that lost workers did not finish."""
+        """Numbers of the shards that were not finished, because their workers were lost."""
         self.num_shards_done = 0
         """Number of shards that were finished when rank 0's worker last read the parameters."""
         self._num_trained = 0

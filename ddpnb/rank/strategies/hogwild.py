@@ -3,9 +3,9 @@
     worker i:  w  <-  w - (b_i / B) * lr * g_i(w_old)     w: the only copy, in shared memory
 
 Each worker reads and updates the parameters while other workers write them. So w_old may mix values
-from before and after another worker's update. Each worker has a separate optimizer and momentum. An
-update's staleness is the number of other workers' updates since the worker's previous update. The
-weight b_i / B is the worker's share of a global batch of B samples, as in ``async``.
+from before and after another worker's update. Each worker has a separate optimizer and momentum.
+The staleness of an update is the number of updates that other workers made since this worker's
+previous update. The weight b_i / B is the worker's share of a global batch, as in ``async``.
 
 Option:
 
