@@ -31,7 +31,7 @@ def unharmed(cluster: Cluster) -> Iterator[Cluster]:
 
 def test_a_rank_that_only_computes_goes_on_when_another_has_failed(cluster: Cluster):
     cell = rig.run(
-        cluster, "if rank == 1: 1/0\nimport time\nfor _ in range(20): time.sleep(.1)\nx = 5"
+        cluster, "if rank == 1: 1/0\nimport time\nfor _ in range(50): time.sleep(.1)\nx = 5"
     )
     assert set(cell.failures) == {1}
     assert cell.notes == [

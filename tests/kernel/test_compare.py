@@ -170,7 +170,8 @@ def test_an_error_in_the_cell_shows_the_users_lines_only(kernel: Kernel, new: st
 
 def test_a_held_out_curve_is_drawn_stored_and_searched_for_a_target(compared: Cell, kernel: Kernel):
     cell = kernel.run(
-        "%ddp_compare ddp async --task digits --epochs 1 --target accuracy=20% --name curves",
+        "%ddp_compare ddp async --task digits --epochs 1 --eval-every 0.25 --target accuracy=20% "
+        "--name curves",
         timeout=120,
     ).passed
     assert "to 20 % held-out accuracy" in cell.text
