@@ -82,5 +82,5 @@ def stable_rate(momentum: float, staleness: int) -> float:
 
 
 def stable_fraction(momentum: float, staleness: int, num_workers: int) -> float:
-    """Return the largest stable learning rate as a share of synchronous SGD's; at most 1."""
+    """Return async's largest stable learning rate, divided by synchronous SGD's (at most 1)."""
     return min(1.0, num_workers * stable_rate(momentum, staleness) / (2 * (1 + momentum)))

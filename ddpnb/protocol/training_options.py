@@ -97,8 +97,8 @@ class TrainingSpec:
     )
     devices: str = _devices(
         "",
-        "devices to emulate (times are computed, gradients are real); 16xV100/2 means cards on two "
-        "hosts; 8 means eight devices, each as fast as one idle core; real means no emulation",
+        "devices to emulate (times are computed, gradients are real): 8xV100, or 16xV100/2 on two "
+        "hosts, or 8 devices that are each as fast as an idle core; real: no emulation",
         example="8xV100",
         offers=tuple(f"8x{card}" for card in CARDS),
     )

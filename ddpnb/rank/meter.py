@@ -106,7 +106,7 @@ class Meter:
 
     @contextlib.contextmanager
     def awaited(self) -> Iterator[None]:
-        """Count time since the first message as hidden, and time inside the context as exposed."""
+        """Count the context's time as exposed, and the time before as hidden."""
         if self._num_in_flight:
             self.hide(self._first, self.moment())
             self._num_in_flight = 0

@@ -231,7 +231,7 @@ def ask_user(question: str) -> str | None:
     except (KeyboardInterrupt, EOFError):
         return None
     except NotImplementedError:  # ipykernel's StdinNotImplementedError
-        print("This frontend has no prompt, so you cannot answer the rank.", file=sys.stderr)
+        print("This frontend has no prompt, so you cannot enter the rank's input.", file=sys.stderr)
         return None
     finally:
         signal.signal(signal.SIGINT, handler)

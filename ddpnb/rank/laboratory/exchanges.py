@@ -133,7 +133,7 @@ class Exchanges(Listener):
         self.clock.wait_until(last.end)
 
     def _settle_cpp(self) -> None:
-        """Advance to the end of the calls that C++ code has issued and waited for."""
+        """Advance the clock to the end of all calls that C++ code has waited for."""
         waited_for = [each for each in self._pending if each.call.is_in_cpp]
         if waited_for:
             self._settle(waited_for[-1])

@@ -1,8 +1,8 @@
 """Advice on which strategy suits the current hardware, with a table and a reason.
 
-TensorFlow's strategies are usually taught with this table.  The rows are one machine and several
-machines.  The columns say which connection is faster: between CPU and GPU, or between GPUs.
-Runs in the kernel.
+TensorFlow's strategies are usually taught with this table.  One row is for one machine, and
+one row is for several machines.  The columns say which connection is faster: between CPU and GPU,
+or between GPUs.  Runs in the kernel.
 """
 
 from collections.abc import Mapping, Sequence
