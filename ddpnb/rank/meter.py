@@ -106,7 +106,7 @@ class Meter:
 
     @contextlib.contextmanager
     def awaited(self) -> Iterator[None]:
-        """Count the context's time as exposed, and the time before as hidden."""
+        """Count time in the context as exposed, and time from the first message to it as hidden."""
         if self._num_in_flight:
             self.hide(self._first, self.moment())
             self._num_in_flight = 0

@@ -21,8 +21,9 @@ STICKY = (
 )
 """The style of the first column.  This column stays visible when you scroll to the right."""
 ROW_HEAD = f"{CELL}{STICKY}text-align:left;font-weight:600;"
-BROKEN = "min-width:15em;overflow-wrap:anywhere;white-space:normal;"
-PROSE = BROKEN.replace("15em", "10em")
+WRAPPED = "overflow-wrap:anywhere;white-space:normal;"
+BROKEN = f"min-width:15em;{WRAPPED}"
+PROSE = f"min-width:10em;{WRAPPED}"
 TABLE = (
     "border-collapse:collapse;border:0;margin:0;font-variant-numeric:tabular-nums;"
     "color:inherit;font-size:.93em;line-height:1.35;table-layout:auto;"
