@@ -21,11 +21,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "ddpnb needs Python 3.11 or newer, but PATH has no such Python. Run: make PYTHON=/path/to/python3"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,lab]'
 	touch $@
 
 $(COMPAT): $(STAMP)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,compat]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,lab,compat]'
 	touch $@
 
 lab: $(STAMP)  ## Open the first lesson in JupyterLab

@@ -1,40 +1,54 @@
 """The files that describe ddpnb's installation and structure agree with the code."""
 
+import ast
 import re
 import tomllib
 from pathlib import Path
 
 import yaml
 
+from tests.lessons import SOLUTIONS, code_of
+
 ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
+MODULES = {"ipython": "IPython", "scikit-learn": "sklearn"}
+"""The module that each of these packages installs.  Other modules have their package's name."""
 
 
-def requirements() -> dict[str, str]:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    found = {}
-    for requirement in project["dependencies"]:
-        name, version = re.fullmatch(r"([a-z-]+)(.*)", requirement).groups()
-        found[name] = version
-    return found
-
-
-def conda_packages() -> dict[str, str]:
-    listed = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
-    names = [entry for entry in listed if isinstance(entry, str) and entry != "pip"]
-    return dict(re.fullmatch(r"([a-z-]+)(.*)", name).groups() for name in names)
+def floors(*extras: str) -> dict[str, str]:
+    """Return the lowest version of each requirement, with the requirements of extras."""
+    lines = [*PROJECT["dependencies"]]
+    for extra in extras:
+        lines += PROJECT["optional-dependencies"][extra]
+    return dict(line.split(">=") for line in lines)
 
 
 def test_conda_and_pip_install_the_same():
-    expected = {CONDA_NAMES.get(name, name): version for name, version in requirements().items()}
-    assert conda_packages() == expected | {"python": "=3.11"}
+    listed = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+    packages = [entry for entry in listed if isinstance(entry, str) and ">=" in entry]
+    expected = {CONDA_NAMES.get(name, name): least for name, least in floors("lab").items()}
+    assert dict(entry.split(">=") for entry in packages) == expected
+
+
+def test_ddpnb_or_a_cell_for_readers_imports_each_requirement():
+    cells = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    cells += [cell.source for path in SOLUTIONS for cell in code_of(path)]
+    found = set(re.findall(r"^(?:import|from) (\w+)", "\n".join(cells), re.MULTILINE))
+    for path in (ROOT / "ddpnb").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found.add(str(node.module).partition(".")[0])
+    assert {MODULES.get(name, name) for name in floors()} <= found
 
 
 def test_every_requirement_is_pinned_within_its_range():
     lines = (ROOT / "constraints.txt").read_text().lower().replace("_", "-").splitlines()
     pins = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
-    for name, bound in requirements().items():
-        least = [int(part) for part in bound.removeprefix(">=").split(".")]
+    for name, bound in floors(*PROJECT["optional-dependencies"]).items():
+        least = [int(part) for part in bound.split(".")]
         pinned = [int(part) for part in re.findall(r"\d+", pins[name])]
         assert pinned >= least, f"{name} {pins[name]} is older than {bound}"
 
