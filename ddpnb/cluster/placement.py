@@ -96,7 +96,7 @@ class Host:
     """The address at which ranks on other hosts reach this host."""
     interface: str = "lo"
     """The network interface that has the host's address."""
-    num_cores: int
+    num_cores: float
     num_gpus: int = 0
     size: int | None = None
     """Number of ranks on the host.  If None, the number depends on the host's GPUs or cores."""
@@ -142,7 +142,7 @@ def place_ranks(
     sizes, devices, backends, host_of = [], [], [], list[int]()
     for number, host in enumerate(hosts):
         num_gpus = host.num_gpus if on_gpus else 0
-        default = num_gpus or max(fewest, min(host.num_cores, MAX_DEFAULT_CPU_RANKS))
+        default = num_gpus or max(fewest, min(int(host.num_cores), MAX_DEFAULT_CPU_RANKS))
         default = min(default, limit("DDPNB_MAX_RANKS", MAX_RANKS))
         size = host.size or (spec.num_ranks if len(hosts) == 1 else None) or default
         backends.append(_choose_backend(spec, host, size, num_gpus))
@@ -150,7 +150,7 @@ def place_ranks(
         host_of += [number] * size
         devices += [f"cuda:{n % num_gpus}" if num_gpus else "cpu" for n in range(size)]
     check_num_ranks(len(devices))
-    shares = [max(1, host.num_cores // size) for host, size in zip(hosts, sizes, strict=True)]
+    shares = [max(1, int(host.num_cores // size)) for host, size in zip(hosts, sizes, strict=True)]
     return Placement(
         devices=tuple(devices),
         backend="nccl" if set(backends) == {"nccl"} else "gloo",

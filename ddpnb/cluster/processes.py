@@ -26,8 +26,9 @@ from ddpnb.cluster.placement import (
     controller_arguments,
     place_ranks,
 )
+from ddpnb.protocol.cores import num_cores
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.processes import KernelRequest, RankCommand, may_have_gpus, num_cores
+from ddpnb.protocol.processes import KernelRequest, RankCommand, may_have_gpus
 
 STOP_TIMEOUT_SECONDS = 8.0
 RECORDED_CALLS = 64
@@ -166,8 +167,8 @@ class LocalProcesses(Processes):
         # The first DDP or optimizer imports torch's compiler, which takes 1 s of a core and 66 MB.
         # If there are more ranks than cores, the fork server does this once for all ranks.
         num_on_cpu = planned.devices.count("cpu") if planned else 0
-        is_crowded = num_on_cpu > num_cores()
-        num_threads = planned.num_threads if planned else spec.num_threads or num_cores()
+        is_crowded = num_on_cpu > (cores := num_cores())
+        num_threads = planned.num_threads if planned else spec.num_threads or max(1, int(cores))
         environment = torch_environment(num_threads, "torch._dynamo" if is_crowded else "")
         self.server = ForkServer(folder, on_exit, environment)
         self.prepared = self.server.link.request(KernelRequest.PREPARE)

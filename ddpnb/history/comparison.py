@@ -1,7 +1,6 @@
 """Combines runs with their environment and the cell that trains them.  Runs in the kernel."""
 
 import contextlib
-import os
 import platform
 import shlex
 from collections import Counter
@@ -14,9 +13,9 @@ from pathlib import Path
 from ddpnb.history.model import RunSnapshot
 from ddpnb.history.tuning import split
 from ddpnb.protocol.catalogue import BASELINE, CELL_TASK
+from ddpnb.protocol.cores import describe_cores
 from ddpnb.protocol.messages import RankState, RunSpec
 from ddpnb.protocol.options import Option, options_of
-from ddpnb.protocol.processes import num_cores
 from ddpnb.protocol.training_options import TrainingSpec
 
 LIBRARIES = ("ddpnb", "torch", "ipyparallel", "numpy")
@@ -89,14 +88,13 @@ def overlay(comparisons: Sequence[Comparison]) -> Comparison:
 
 def environment() -> dict[str, str]:
     """Return the properties of this machine and the versions of the installed libraries."""
-    cores, threads = num_cores(), len(os.sched_getaffinity(0))
     return {
         **{library: version(library) for library in LIBRARIES},
         "python": platform.python_version(),
         "system": platform.platform(),
         "host": platform.node(),
         "CPU": _cpu_model(),
-        "CPU cores": f"{cores}, with {threads} hyper-threads" if threads != cores else str(cores),
+        "CPU cores": describe_cores(),
     }
 
 

@@ -28,7 +28,8 @@ from ddpnb.hosts.network import (
 )
 from ddpnb.hosts.wire import NUM_SOCKETS
 from ddpnb.launcher import forkserver
-from ddpnb.protocol.processes import KernelRequest, atomic_write, num_cores
+from ddpnb.protocol.cores import num_cores
+from ddpnb.protocol.processes import KernelRequest, atomic_write
 
 
 @dataclass(kw_only=True, slots=True)

@@ -80,7 +80,7 @@ class HostProcesses(Processes):
         self._check_links()
         progress("importing torch")
         shares = [
-            max(1, host.report["num_cores"] // (host.size or host.report["num_cores"]))
+            max(1, int(host.report["num_cores"] // (host.size or host.report["num_cores"])))
             for host in self._hosts
         ]
         self._environment = torch_environment(self._spec.num_threads or min(shares))

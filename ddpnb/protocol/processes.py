@@ -94,17 +94,6 @@ class RankStatus:
     """CPU time of the process; 0 while it waits for a GPU, because this wait also uses CPU time."""
 
 
-def num_cores(system: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Return the number of cores that this process may use, without hyper-threads."""
-    cores = set()
-    for cpu in os.sched_getaffinity(0):
-        try:
-            cores.add((system / f"cpu{cpu}/topology/thread_siblings_list").read_text().strip())
-        except OSError:  # unknown topology
-            cores.add(str(cpu))
-    return len(cores)
-
-
 def ephemeral_ports() -> range:
     """Return the ports that the system assigns automatically."""
     try:

@@ -83,9 +83,9 @@ def time_unit(seconds: float) -> tuple[float, str]:
     return (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
 
 
-def counted(num: int, noun: str) -> str:
-    """Return a number and a noun, e.g. ``1 worker`` or ``2 workers``."""
-    return f"{num} {noun}" if num == 1 else f"{num} {noun}s"
+def counted(num: float, noun: str) -> str:
+    """Return a number and a noun, e.g. ``1 worker`` or ``1.5 workers``."""
+    return f"{num:.12g} {noun}" if num == 1 else f"{num:.12g} {noun}s"
 
 
 def styles(

@@ -53,7 +53,7 @@ class Measured:
     variation: float
     device: str
     """``"cpu"``, or the type of a GPU such as ``"cuda"``."""
-    cores: int
+    cores: float
     """Number of cores of the machine that trained."""
     devices: Devices | None = None
     """Emulated devices, from which the model takes its constants; None if times were measured."""
@@ -155,7 +155,7 @@ def _fitted(measured: Measured) -> tuple[Workload, Machine]:
         variation=measured.variation,
         overlaps=not measured.shares_cores,
     )
-    cores = float(measured.cores) if measured.shares_cores else math.inf
+    cores = measured.cores if measured.shares_cores else math.inf
     here = Machine(link=FREE, cores_per_host=cores, is_link_of_cores=measured.shares_cores)
     return _with_link(work, here, measured) if measured.has_exchange else (work, here)
 

@@ -11,8 +11,8 @@ from ddpnb.history.query import resolve
 from ddpnb.history.store import Store
 from ddpnb.history.summary import StrategySummary, summarise
 from ddpnb.protocol.catalogue import BASELINE, CEILING
+from ddpnb.protocol.cores import num_cores
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.processes import num_cores
 from ddpnb.reports.inside.prediction import PredictionResult
 from ddpnb.scaling.calibrate import Measured, SizeClass, calibrate
 from ddpnb.scaling.predict import Question, predict
@@ -68,7 +68,7 @@ def measured_in(comparison: Comparison) -> Measured:
         optimizer_seconds=split.optimizer,
         variation=_variation(together),
         device=header.device.partition(":")[0],
-        cores=int(environment) if environment.isdecimal() else num_cores(),
+        cores=float(environment or num_cores()),
         devices=devices,
         jitter=spec.jitter,
         num_passes=spec.accumulate,

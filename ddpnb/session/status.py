@@ -10,8 +10,9 @@ from ddpnb.cluster.hangs import describe
 from ddpnb.cluster.monitor import describe_silent
 from ddpnb.cluster.placement import MAX_RANKS_PER_CORE, ClusterSpec
 from ddpnb.cluster.wording import remedy, say
+from ddpnb.protocol.cores import num_cores
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.processes import RankCommand, RankStatus, num_cores
+from ddpnb.protocol.processes import RankCommand, RankStatus
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.listing import ranks_table
 from ddpnb.reports.table import Table

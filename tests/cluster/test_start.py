@@ -16,12 +16,13 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.compat import ipyparallel_internals
 from ddpnb.protocol import calls
+from ddpnb.protocol.cores import num_cores
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.processes import num_cores, private_folder
+from ddpnb.protocol.processes import private_folder
 from tests.cluster import rig
 from tests.programs import find_program
 
-THREADS = max(1, num_cores() // 2)
+THREADS = max(1, int(num_cores()) // 2)
 
 
 def test_a_folder_that_was_removed_is_named(tmp_path, monkeypatch, folders: list[Path]):
@@ -197,7 +198,7 @@ def test_a_second_cluster_of_another_size_disturbs_the_first_in_nothing(cluster:
     rig.run(cluster, "kept = rank + 100")
     with rig.started(3) as second:
         assert second.folder != cluster.folder
-        assert {s.num_threads for s in second.states} == {max(1, num_cores() // 3)}
+        assert {s.num_threads for s in second.states} == {max(1, int(num_cores()) // 3)}
         both = [
             threading.Thread(target=rig.run, args=(one, rig.ALL_REDUCE + f"mine = {mine}"))
             for mine, one in enumerate((cluster, second))

@@ -106,9 +106,9 @@ def _between(prediction: Prediction) -> str:
     machine, link = prediction.machine, prediction.machine.link
     how = f"The all-reduce algorithm is {machine.algorithm}."
     if not question.link and measured.devices is None:
-        cores = f"{measured.cores} cores, shared by all ranks" if measured.shares_cores else "GPUs"
+        cores = f"{measured.cores:g} cores, shared by all ranks"
         exchanges = f"The fitted speed of exchanges between ranks is {link.text}."
-        return f"This machine has {cores}. {exchanges} {how}"
+        return f"This machine has {cores if measured.shares_cores else 'GPUs'}. {exchanges} {how}"
     line = "The link between any two ranks"
     if machine.inside is not None:
         hosts = f"Each host has {machine.ranks_per_host:g} ranks"

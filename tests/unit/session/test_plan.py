@@ -1,6 +1,4 @@
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -11,8 +9,8 @@ from ddpnb.cluster.placement import (
     place_ranks,
     torchrun_environment,
 )
+from ddpnb.protocol.cores import num_cores
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.processes import num_cores
 
 
 def placed(spec: ClusterSpec, num_gpus: int) -> Placement:
@@ -20,7 +18,7 @@ def placed(spec: ClusterSpec, num_gpus: int) -> Placement:
     return place_ranks(spec, [Host(num_cores=num_cores(), num_gpus=num_gpus)])
 
 
-CORES = num_cores()
+CORES = int(num_cores())
 DEFAULT = max(2, min(4, CORES))
 PLACED = [
     ({}, 0, ["cpu"] * DEFAULT, "gloo"),
@@ -87,16 +85,6 @@ def test_across_hosts_ranks_are_counted_on_each_one_anew():
     assert [each["LOCAL_RANK"] for each in found] == ["0", "1", "0"]
     assert [each["GROUP_RANK"] for each in found] == ["0", "0", "1"]
     assert [each["LOCAL_WORLD_SIZE"] for each in found] == ["2", "2", "1"]
-
-
-def test_hyper_threads_of_one_core_count_once(tmp_path: Path):
-    cpus = os.sched_getaffinity(0)
-    for cpu in cpus:
-        folder = tmp_path / f"cpu{cpu}" / "topology"
-        folder.mkdir(parents=True)
-        (folder / "thread_siblings_list").write_text("0-63\n")
-    assert num_cores(tmp_path) == 1
-    assert num_cores(tmp_path / "unknown") == len(cpus)
 
 
 def on_hosts(*num_gpus: int, **choices: str) -> Placement:
