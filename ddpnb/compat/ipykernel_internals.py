@@ -13,16 +13,16 @@ import sys
 import termios
 import threading
 import time
-from types import ModuleType
 from typing import Any
 
-from ipykernel.iostream import PIPE_BUFFER_SIZE, OutStream
-from ipykernel.ipkernel import IPythonKernel
+from ipykernel.iostream import OutStream
 from IPython.core.interactiveshell import InteractiveShell
 
 from ddpnb.compat.probe import Probe
 
 POLL_SECONDS = 0.003
+READ_BYTES = 1000
+"""Maximum number of bytes to read from a descriptor at once, as in ipykernel."""
 KEPT_BY = "_tee", "_format_exception_for_storage"
 """IPython's methods that store the output and the error of a cell in the history."""
 
@@ -39,9 +39,10 @@ def reads_descriptors() -> bool:
 
 @Probe("ipykernel", "printing many lines is slower")
 def finds_buffers() -> bool:
-    """Return True if a stream keeps its text in the expected buffers."""
-    return {*OutStream.write.__code__.co_names} >= {
-        *("parent_header", "_is_master_process", "_buffer_lock", "_buffers", "frozenset"),
+    """Return True if a stream has one buffer, or keeps its text in the expected buffers."""
+    names = {*OutStream.write.__code__.co_names}
+    return "_buffers" not in names or names >= {
+        *("parent_header", "_is_master_process", "_buffer_lock", "frozenset"),
         *("_schedule_flush", "echo", "pub_thread"),
     }
 
@@ -67,20 +68,6 @@ def keep_no_results(shell: InteractiveShell) -> None:
         vars(shell)[format_error] = lambda error: {"ename": type(error).__name__}
 
 
-@Probe("ipykernel", "the ranks start more slowly and use more memory")
-def asks_for_debugger() -> bool:
-    """Return True if a kernel can start without its debugger."""
-    return "_is_debugpy_available" in IPythonKernel.__init__.__code__.co_names
-
-
-def leave_debugger_out() -> None:
-    """Stop this process's kernel from importing debugpy, because no client can debug a rank."""
-    if asks_for_debugger.works:
-        absent: Any = ModuleType("ipykernel.debugger")
-        absent._is_debugpy_available, absent.Debugger = False, object
-        sys.modules.setdefault("ipykernel.debugger", absent)
-
-
 class DescriptorStream(OutStream):
     """A stream that can wait for text that was written to its file descriptor.
 
@@ -89,6 +76,8 @@ class DescriptorStream(OutStream):
     """
 
     _fid: Any
+    _should_watch = False
+    """True if a thread reads the descriptor; ipykernel 6 sets this only if it starts a thread."""
     has_written = False
     """True if there may be text that is not sent yet."""
     _latest: tuple[Any, frozenset[Any]] = None, frozenset()
@@ -103,7 +92,7 @@ class DescriptorStream(OutStream):
             self._schedule_flush()  # type: ignore[no-untyped-call]
         else:
             super().write(string)
-            if finds_buffers.works and self.echo is None:
+            if finds_buffers.works and self.echo is None and hasattr(self, "_buffers"):
                 self._latest = parent, frozenset(parent.items())
         self.has_written = True
         return len(string)
@@ -139,7 +128,7 @@ class DescriptorStream(OutStream):
             while self._should_watch:
                 readable.poll()
                 with self._passing_on:
-                    data = os.read(self._fid, PIPE_BUFFER_SIZE)
+                    data = os.read(self._fid, READ_BYTES)
                     if not data:
                         return
                     self.write(data.decode(errors="replace"))

@@ -4,8 +4,9 @@ The kernel starts ``python -m ddpnb.launcher.forkserver FD ...`` and exchanges J
 fork server over a socket pair.  The fork server forks the controller first, and imports torch while
 the controller starts.  The ranks share the modules' memory, so each rank starts in under a second.
 
-The fork server runs no tensor operation, starts no thread and never uses CUDA.  For this reason,
-the fork server can fork safely at any time, for example to restart a dead rank.
+The fork server runs no tensor operation and never uses CUDA.  OpenBLAS starts threads when numpy is
+imported, but ends them before each fork.  So the fork server has one thread when it forks, and can
+fork safely at any time, for example to restart a dead rank.
 
 When the kernel ends for any reason, its end of the socket closes.  The fork server then ends all
 its children and removes the run folder.  If the fork server is killed, the ranks end because of
@@ -35,6 +36,7 @@ from typing import TextIO
 
 gc.disable()  # imports create little garbage; ``preload`` freezes the objects before forks
 
+from ddpnb.compat.debugger import leave_debugger_out  # noqa: E402
 from ddpnb.launcher.child import (  # noqa: E402
     Frame,
     run_child,
@@ -258,6 +260,7 @@ def preload() -> int:
     Forked ranks share the memory of these modules.  ``DDPNB_PRELOAD`` names further modules,
     separated by spaces.
     """
+    leave_debugger_out()
     for name in ("ddpnb.rank.calls", *os.environ.get("DDPNB_PRELOAD", "").split()):
         importlib.import_module(name)
     gc.enable()

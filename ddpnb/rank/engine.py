@@ -18,7 +18,8 @@ import torch
 from ipyparallel.engine.app import IPEngine
 from traitlets import Instance
 
-from ddpnb.compat.ipykernel_internals import DescriptorStream, leave_debugger_out
+from ddpnb.compat.debugger import leave_debugger_out
+from ddpnb.compat.ipykernel_internals import DescriptorStream
 from ddpnb.protocol.processes import ForkServerEvent, RankCommand
 from ddpnb.rank.connections import Address
 from ddpnb.rank.group import Group
@@ -68,7 +69,8 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
 
     async def complete_registration(self, *args: Any) -> None:
         """Prepare the IPython shell as soon as the engine has created the shell."""
-        await super().complete_registration(*args)
+        if (registering := super().complete_registration(*args)) is not None:
+            await registering  # ipyparallel 8 registers without a coroutine
         self.session.send = self.sending = Sending(self.session.send)
         self.log.setLevel(self.log_level)  # ipyparallel's DEBUG logs five records per cell
         # Unlike ipykernel, do not change SIGINT's handler around a message: see interruptible.

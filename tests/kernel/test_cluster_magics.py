@@ -30,7 +30,8 @@ def processes_in(text: str) -> list[psutil.Process]:
 
 
 def test_start_shows_a_table_and_a_second_start_says_so(bare_kernel: Kernel):
-    cell = bare_kernel.run("%ddp_start -n 2 --device cpu")
+    cell = bare_kernel.run("%ddp_start -n 2 --threads 2 --device cpu")
+    assert [each["type"] for each in cell.outputs] == ["display_data"], cell.text  # no warning
     (text,) = cell.bundles("text/plain")
     (html,) = cell.bundles("text/html")
     assert "2 ranks ready" in text
@@ -40,6 +41,8 @@ def test_start_shows_a_table_and_a_second_start_says_so(bare_kernel: Kernel):
     processes = processes_in(text)
     assert len(processes) == 2
     assert all(map(is_alive, processes))
+    (server,) = {process.parent() for process in processes}
+    assert server.num_threads() == 1, "forking is unsafe"
 
     again = bare_kernel.run("%ddp_start -n 2")
     assert "A cluster of 2 ranks is already running" in again.stdout

@@ -35,7 +35,7 @@ LOOKED_AT = {
     "reads_descriptors": "ipykernel.iostream:OutStream._watch_pipe_fd",
     "finds_buffers": "ipykernel.iostream:OutStream.write",
     "keeps_results": "IPython.core.interactiveshell:InteractiveShell._tee",
-    "asks_for_debugger": "ipykernel.ipkernel:IPythonKernel.__init__",
+    "asks_for_debugger": "ipykernel:__path__",
 }
 """A library part that each probe looks for, by the probe's name."""
 
