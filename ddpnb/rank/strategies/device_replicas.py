@@ -104,12 +104,17 @@ class ThreadReplicas(Replicas):
         return self.models
 
     def gather(self, outputs: list[Tensor]) -> Tensor:
-        """Concatenate the outputs. Each replica's thread runs the backward pass of its output."""
+        """Concatenate the outputs. On CPUs, a thread runs each replica's backward pass."""
 
         def go_back(gradient: Tensor) -> None:
             slices = gradient.split([len(output) for output in outputs])
             self.meter.exchange(len(slices) - 1, num_bytes(slices[1:]), is_scaled=False)
-            list(self.pool.map(Tensor.backward, outputs, slices))  # wait for all threads
+            if self.worker.device.type == "cpu":
+                list(self.pool.map(Tensor.backward, outputs, slices))  # wait for all threads
+            else:
+                # Autograd has one thread for a GPU, and runs this hook on it. Other threads would
+                # wait for the end of the hook.
+                torch.autograd.backward(outputs, list(slices))
             self.sum_gradients()
 
         self.meter.computed()

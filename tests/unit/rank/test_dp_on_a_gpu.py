@@ -1,0 +1,83 @@
+"""``dp`` on one GPU: its backward pass ends. The GPU is a device of torch that this file makes."""
+
+import subprocess
+import sys
+
+import pytest
+from torch.utils import backend_registration
+
+DEVICE = '''
+import numpy as np, torch
+from types import SimpleNamespace
+from torch import nn
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+_setup_privateuseone_for_python_backend("npy")
+
+
+class Array(torch.Tensor):
+    """A tensor of float32 on a device that computes with numpy."""
+
+    @staticmethod
+    def __new__(cls, values):
+        made = torch._C._acc.create_empty_tensor(values.shape, torch.float32)
+        made.__class__ = cls
+        return made
+
+    def __init__(self, values):
+        self.values = values
+
+
+def in_place(a, values):
+    np.copyto(a.values, values)
+    return a
+
+
+library = torch.library.Library("aten", "IMPL")
+for name, kernel in {
+    "detach": lambda a: Array(a.values),
+    "mul.Tensor": lambda a, b: Array(a.values * b.values),
+    "add.Tensor": lambda a, b, alpha=1: Array(a.values + alpha * b.values),
+    "add_.Tensor": lambda a, b, alpha=1: in_place(a, a.values + alpha * b.values),
+    "cat": lambda tensors, dim=0: Array(np.concatenate([a.values for a in tensors])),
+    "split_with_sizes": lambda a, sizes, dim=0: list(map(Array, np.split(a.values, sizes[:1]))),
+    "new_empty_strided": lambda a, size, stride, **_: Array(np.empty(size, np.float32)),
+    "copy_": lambda a, b, non_blocking=False: in_place(a, b.values),
+}.items():
+    library.impl(name, kernel, "PrivateUse1")
+
+
+def full(number):
+    return Array(np.full(2, number, np.float32))
+'''
+STEP = """
+from ddpnb.rank.meter import Meter
+from ddpnb.rank.strategies.device_replicas import ThreadReplicas
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(full(3))
+    def forward(self, inputs):
+        return self.weight * inputs
+
+worker = SimpleNamespace(
+    model=Scale(), make_model=Scale, device=torch.device("npy"), world_size=2, meter=Meter()
+)
+replicas = ThreadReplicas(worker)
+outputs = [model(full(n)) for n, model in enumerate(replicas.models, start=1)]
+loss = replicas.gather(outputs)
+(loss * loss).backward(Array(np.ones(4, np.float32)))
+print(worker.model.weight.grad.values.tolist())
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this version of torch has no devices in Python",
+)
+def test_the_backward_pass_of_replicas_that_share_a_gpu_ends():
+    """Autograd has one thread for a GPU. A hook on this thread must not wait for another thread."""
+    words = [sys.executable, "-c", DEVICE + STEP]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout == "[30.0, 30.0]\n"  # the sum of 2 * 3 x^2 over x = 1 and 2
