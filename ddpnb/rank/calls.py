@@ -26,7 +26,11 @@ Implementation = Callable[Concatenate[RankEngine, Arguments], Result]
 
 
 def carries_out(
-    declared: RankCall[Arguments, Result], *, answers: bool = True, runs_users_code: bool = False
+    declared: RankCall[Arguments, Result],
+    *,
+    answers: bool = True,
+    runs_users_code: bool = False,
+    uses_device: bool = False,
 ) -> Callable[[Implementation[Arguments, Result]], Implementation[Arguments, Result]]:
     """Return a decorator that registers a function as the implementation of a declared call.
 
@@ -37,6 +41,7 @@ def carries_out(
         answers: if True, exceptions are returned to the notebook as a ``Failure``.  If False,
             exceptions are raised, because only a mistake in ddpnb can cause them.
         runs_users_code: if True, the call runs the user's code, and an interrupt can end the call.
+        uses_device: if True, the call computes on the device, and frees the device's memory.
     """
 
     def register(
@@ -49,20 +54,29 @@ def carries_out(
                 with suppress(OSError):  # this host may not have the folder
                     os.chdir(folder)
             call: Callable[[], Any] = functools.partial(function, engine, *arguments)
-            if not answers:
-                return call()
             try:
-                if not runs_users_code:
-                    return call()
-                with engine.adopted_group.during():
-                    return cells.interruptible(call)
-            except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the notebook shows it
-                return cells.failure_of(error, engine)
+                return _answer(call, engine, runs_users_code) if answers else call()
+            finally:  # the call's frames have ended, so they hold no model any more
+                if uses_device:
+                    loop.release_memory(engine.group.device)
 
         calls.registered[declared.name] = carry_out
         return function
 
     return register
+
+
+def _answer(call: Callable[[], Any], engine: RankEngine, runs_users_code: bool) -> Any:
+    """Return the result of a call, or a ``Failure`` that describes the call's exception."""
+    try:
+        if not runs_users_code:
+            return call()
+        with engine.adopted_group.during():
+            return cells.interruptible(call)
+    except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the notebook shows it
+        failure = cells.failure_of(error, engine)
+        engine.shell.InteractiveTB.tb = None  # IPython would keep the traceback and its models
+        return failure
 
 
 @carries_out(calls.form_group, answers=False)
@@ -75,7 +89,7 @@ def form_group(engine: RankEngine, generation: int, is_checked: bool) -> list[St
 # -- training ------------------------------------------------------------------------------
 
 
-@carries_out(calls.validate, runs_users_code=True)
+@carries_out(calls.validate, runs_users_code=True, uses_device=True)
 def validate(engine: RankEngine, spec: RunSpec) -> Checked:
     """Check the settings and the code of one run before any strategy trains."""
     checks = engine.group.collective_checks
@@ -89,7 +103,7 @@ def validate(engine: RankEngine, spec: RunSpec) -> Checked:
     )
 
 
-@carries_out(calls.train)  # the function itself makes only the training interruptible
+@carries_out(calls.train, uses_device=True)  # the function makes only the training interruptible
 def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None) -> RunReport:
     """Train one run, or join a run that other ranks are training; return this rank's report."""
     group = engine.group
@@ -148,7 +162,7 @@ carries_out(calls.pull_model)(
 carries_out(calls.pull, runs_users_code=True)(
     lambda engine, *asked: variables.give(engine.group.rank, engine.shell.user_ns, *asked)
 )
-carries_out(calls.measure_compute, runs_users_code=True)(
+carries_out(calls.measure_compute, runs_users_code=True, uses_device=True)(
     lambda engine, spec: (  # on one core, while the other ranks are idle
         validation.measure_compute(spec, surroundings_of(engine, spec))
         if engine.group.rank == 0
@@ -166,12 +180,12 @@ carries_out(calls.elements, runs_users_code=True)(
 carries_out(calls.samples, runs_users_code=True)(
     lambda engine, spec: samples.samples(spec, engine.group.state(), engine.shell.user_ns)
 )
-carries_out(calls.find_inspected, runs_users_code=True)(
+carries_out(calls.find_inspected, runs_users_code=True, uses_device=True)(
     lambda engine, spec: subject.find(spec, surroundings_of(engine, spec.task))
 )
-carries_out(calls.inspect_ddp, runs_users_code=True)(
+carries_out(calls.inspect_ddp, runs_users_code=True, uses_device=True)(
     lambda engine, spec: ddp_steps.measure(spec, surroundings_of(engine, spec.task))
 )
-carries_out(calls.show_collective, runs_users_code=True)(
+carries_out(calls.show_collective, runs_users_code=True, uses_device=True)(
     lambda engine, spec: collective.show(spec, device=engine.group.device)
 )

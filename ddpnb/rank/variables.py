@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import REMEDIES, RunSpec, StaleVariable
@@ -70,7 +70,8 @@ class TrainedModels:
     def __init__(self) -> None:
         self._comparison = ""
         self._kept: dict[tuple[str, float], tuple[str, nn.Module, dict[str, Any]]] = {}
-        """Run id, model and final weights for each pair of strategy and learning rate."""
+        """Run id, model and final weights for each pair of strategy and learning rate.  A model
+        that stayed on the GPU would take memory from the next runs, so all are on the host."""
 
     def keep(self, spec: RunSpec, model: object) -> None:
         """Keep a run's model, and drop the model of the strategy's previous repeat."""
@@ -78,7 +79,11 @@ class TrainedModels:
             self._comparison = spec.comparison
             self._kept.clear()
         if isinstance(model, nn.Module):
-            weights = copy.deepcopy(model.state_dict())  # the model is reused for snapshots
+            model.zero_grad(set_to_none=True)
+            weights = model.state_dict()  # copied, because the model is reused for snapshots
+            for name, value in weights.items():
+                is_tensor = isinstance(value, Tensor)
+                weights[name] = value.to("cpu", copy=True) if is_tensor else copy.deepcopy(value)
             self._kept[spec.strategy, spec.learning_rate] = spec.run_id, model, weights
 
     def of(self, run_id: str) -> nn.Module:
@@ -86,8 +91,7 @@ class TrainedModels:
         for kept_id, model, weights in self._kept.values():
             if kept_id == run_id:
                 model.load_state_dict(weights)
-                model.zero_grad(set_to_none=True)
-                return model.cpu()
+                return model
         raise UserError(
             "Rank 0 does not have this model. Rank 0 keeps only the models of the latest "
             "comparison's finished runs, and it loses these models if it restarts."

@@ -12,6 +12,7 @@ from collections import deque
 from contextlib import closing
 from functools import partial
 from typing import Any, Final, NamedTuple, final
+from weakref import proxy
 
 import torch
 import torch.distributed as dist
@@ -113,10 +114,14 @@ class _Stepper:
             find_unused_parameters=subject.finds_unused,
         )
         self._device = device
-        self._ddp.register_comm_hook(None, self._send)
+        # DDP's C++ code holds the hooks, so hooks that hold this object would keep DDP forever.
+        own = proxy(self)
+        self._ddp.register_comm_hook(own, _Stepper._send)
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(self._note_gradient, name))
+                parameter.register_post_accumulate_grad_hook(
+                    partial(_Stepper._note_gradient, own, name)
+                )
         if next(self._model.buffers(), None) is not None:
             self._ddp.register_forward_pre_hook(self._note_buffers)
             self._model.register_forward_pre_hook(self._note_buffers)
@@ -177,7 +182,7 @@ class _Stepper:
         if self._synced or self._ddp.will_sync_module_buffers():
             self._synced.append(self.clock.moment())
 
-    def _send(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def _send(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Send a bucket as DDP does, and record when its all-reduce begins and ends."""
         begun, index = self.clock.moment(), bucket.index()
         self._sent[index] = begun, begun

@@ -19,6 +19,7 @@ PVLDB 13(12), 2020. The code that computes the sums is in ``collectives/sums.py`
 
 from functools import partial
 from typing import Final, final
+from weakref import proxy
 
 import torch
 import torch.distributed as dist
@@ -45,10 +46,11 @@ class DdpShm(DdpStrategy):
         self.sums = SharedSums(path, worker.cancellation.check, waiting)
         self.opened.callback(self.sums.close)
         self.wrap(worker)
-        self.ddp.register_comm_hook(None, self.all_reduce)
+        # DDP's C++ code holds the hook, so a hook that holds this strategy would keep DDP forever.
+        self.ddp.register_comm_hook(proxy(self), DdpShm.all_reduce)
         self.divisor = 1  # the hook returns the sum, and DDP does not divide it
 
-    def all_reduce(self, _: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def all_reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Sum a bucket over all ranks. DDP calls this hook. Every rank takes part."""
         num_ranks, meter, flat = self.worker.world_size, self.worker.meter, bucket.buffer()
         if num_ranks > 1:

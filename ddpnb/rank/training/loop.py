@@ -79,15 +79,13 @@ def run(
         RuntimeError: if another rank ended during the run.
     """
     state = here.state
-    with preserve_globals(torch.device(state.device)), contextlib.ExitStack() as opened:
+    with preserve_globals(torch.device(state.device)):
         # -- build ------------------------------------------------------------------------
         context = build_context(spec, here)
         no_part = RunReport(run_id=spec.run_id, rank=state.rank)
         if state.rank >= context.plan.num_ranks:
             return no_part
         metrics = RunMetrics(context=context, publish=publish)
-        if here.rejoin_info is None:
-            opened.callback(release_memory, context.device)
         # -- rehearse ... finish ----------------------------------------------------------
         try:
             model, snapshots = _trained(metrics, should_stop)
@@ -96,7 +94,10 @@ def run(
         # -- evaluate ---------------------------------------------------------------------
         if state.rank != 0 or spec.is_ceiling:
             return metrics.report()
-        return judged(model, metrics, snapshots, keep, should_stop)
+        try:
+            return judged(model, metrics, snapshots, keep, should_stop)
+        finally:
+            model.cpu()  # ``keep`` may store the model, and the next run needs the GPU's memory
 
 
 def _trained(metrics: RunMetrics, should_stop: Callable[[], bool]) -> tuple[nn.Module, Snapshots]:
