@@ -171,7 +171,7 @@ class LocalProcesses(Processes):
         num_threads = planned.num_threads if planned else spec.num_threads or max(1, int(cores))
         environment = torch_environment(num_threads, "torch._dynamo" if is_crowded else "")
         self.server = ForkServer(folder, on_exit, environment)
-        self.prepared = self.server.link.request(KernelRequest.PREPARE)
+        self.prepared = self.server.link.request(KernelRequest.PREPARE, counts_gpus=may_use_gpus)
 
     def place(self, progress: Callable[[str], None]) -> Placement:
         """Choose each rank's device.  If ranks may use GPUs, first wait for the number of GPUs."""

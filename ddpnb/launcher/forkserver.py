@@ -19,11 +19,11 @@ import gc
 import importlib
 import json
 import os
+import select
 import selectors
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
@@ -45,6 +45,7 @@ from ddpnb.launcher.child import (  # noqa: E402
 from ddpnb.protocol.processes import (  # noqa: E402
     ForkServerEvent,
     KernelRequest,
+    die_with_parent,
     hold,
     limit_waits,
     may_have_gpus,
@@ -57,6 +58,8 @@ WRITE_SECONDS = 0.1
 """Maximum seconds to send a message, so that a suspended rank cannot block the fork server."""
 READ_SECONDS = 5.0
 """Maximum seconds to receive a rank's answer after the first bytes of the answer have arrived."""
+COUNT_SECONDS = 30.0
+"""Maximum seconds to wait until the GPU driver has reported the number of GPUs."""
 LOG_BYTES = 16_384
 """Maximum number of bytes of a log that the kernel receives when a process has ended."""
 
@@ -254,27 +257,47 @@ def end_of(log: Path) -> str:
         return ""
 
 
-def preload() -> int:
+def preload(*, counts_gpus: bool = True) -> int:
     """Import the modules that every rank needs, and return the number of this host's GPUs.
 
     Forked ranks share the memory of these modules.  ``DDPNB_PRELOAD`` names further modules,
-    separated by spaces.
+    separated by spaces.  Without ``counts_gpus``, the number of GPUs is 0.
     """
     leave_debugger_out()
     for name in ("ddpnb.rank.calls", *os.environ.get("DDPNB_PRELOAD", "").split()):
         importlib.import_module(name)
     gc.enable()
     gc.freeze()
-    return num_gpus()
+    return num_gpus() if counts_gpus else 0
 
 
 def num_gpus() -> int:
-    """Count this host's GPUs in another process, because CUDA must not start in this process."""
+    """Count this host's GPUs in a forked child, because CUDA must not start in this process.
+
+    Raises RuntimeError if the driver crashes or does not answer within ``COUNT_SECONDS``.
+    """
     if not may_have_gpus():
         return 0
-    command = [sys.executable, "-c", "from torch import cuda; print(cuda.device_count())"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    return int(result.stdout) if result.returncode == 0 else 0
+    reader, writer = os.pipe()
+
+    def count() -> None:
+        die_with_parent()
+        torch = importlib.import_module("torch")  # in most cases already imported
+        os.write(writer, b"%d" % torch.cuda.device_count())
+
+    if (pid := os.fork()) == 0:
+        run_child(count)
+    os.close(writer)
+    with os.fdopen(reader) as end:
+        counted = end.readline() if select.select([end], [], [], COUNT_SECONDS)[0] else ""
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    if not counted:
+        raise RuntimeError(
+            "The GPU driver did not report the number of GPUs. Check the driver with nvidia-smi, "
+            "or use %ddp_start --device cpu."
+        )
+    return int(counted)
 
 
 def main(kernel_fd: str, folder: str, *controller_arguments: str) -> None:

@@ -104,9 +104,13 @@ def ephemeral_ports() -> range:
     return range(first, last + 1)
 
 
-def may_have_gpus() -> bool:
-    """Return True if this host has a GPU driver, from Linux or from Windows (WSL)."""
-    return Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
+def may_have_gpus(root: Path = Path("/")) -> bool:
+    """Return True if this host has a GPU driver, from Linux or from Windows (WSL).
+
+    On a machine that has just started, ``/dev/nvidiactl`` may appear at the driver's first use.
+    """
+    signs = ("dev/nvidiactl", "proc/driver/nvidia/version", "dev/dxg")
+    return any((root / sign).exists() for sign in signs)
 
 
 PIPE_SECONDS = 10.0

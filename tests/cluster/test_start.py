@@ -261,3 +261,13 @@ def test_the_hosts_name_need_not_resolve_and_torchruns_port_may_be_taken() -> No
     assert num_failures == 0
     assert [total for total, _ in seen] == [2.0, 2.0]
     assert "29500" not in [port for _, port in seen]
+
+
+def test_ranks_on_cpus_start_without_the_gpus_driver(tmp_path, monkeypatch) -> None:
+    """The fork server raises an error as soon as it looks for a GPU."""
+    source = "import __main__\n__main__.may_have_gpus = lambda: 1 / 0"
+    (tmp_path / "no_driver.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = {"PYTHONPATH": os.pathsep.join(sys.path), "DDPNB_PRELOAD": "no_driver"}
+    with rig.started(2, environment=path) as cluster:
+        assert rig.pull(cluster, "rank") == [0, 1]

@@ -23,10 +23,11 @@ from ddpnb.protocol.processes import (
     RankCommand,
     atomic_write,
     hold,
+    may_have_gpus,
     private_folder,
     remove_leftovers,
 )
-from tests.programs import python
+from tests.programs import printed, python
 
 
 @pytest.fixture
@@ -151,3 +152,38 @@ def test_a_file_that_cannot_be_written_is_as_it_was(tmp_path: Path):
         atomic_write(path, "no bytes")
     assert path.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [path]
+
+
+COUNTING = """
+import os, signal, time, torch
+from ddpnb.launcher import forkserver
+forkserver.may_have_gpus = lambda: True
+forkserver.COUNT_SECONDS = 1.0
+
+def count_by(function):
+    torch.cuda.device_count = function
+    try:
+        return forkserver.preload()
+    except RuntimeError as error:
+        return "nvidia-smi" in str(error)
+
+answers = [lambda: 3, lambda: time.sleep(100), lambda: os.kill(os.getpid(), signal.SIGKILL)]
+print(forkserver.preload(counts_gpus=False), *map(count_by, answers))
+try:
+    os.waitpid(-1, 0)
+except ChildProcessError:
+    print("no child is left")
+"""
+
+
+def test_gpus_are_counted_without_a_second_import_of_torch():
+    """A new interpreter would import torch for seconds, and would not see the new functions."""
+    assert printed(COUNTING) == "0 3 True True\nno child is left\n"
+
+
+@pytest.mark.parametrize("sign", ["dev/nvidiactl", "proc/driver/nvidia/version", "dev/dxg"])
+def test_a_driver_is_found_even_if_nobody_has_used_it_yet(tmp_path: Path, sign: str):
+    assert not may_have_gpus(tmp_path)
+    (tmp_path / sign).parent.mkdir(parents=True)
+    (tmp_path / sign).touch()
+    assert may_have_gpus(tmp_path)
