@@ -51,7 +51,13 @@ def missing_features() -> tuple[str, ...]:
 
 def sentence(library: str, without: str) -> str:
     """Return a sentence such as ``"torch 2.15.0: ..."`` about a feature that is disabled."""
+    number = version_of(library).partition("+")[0] or "of unknown version"
+    return f"{library} {number}: {without}"
+
+
+def version_of(library: str) -> str:
+    """Return a library's version; ``""`` if it is not installed, even if Python can import it."""
     try:
-        return f"{library} {version(library).partition('+')[0]}: {without}"
-    except PackageNotFoundError:  # built from source and not installed
-        return f"{library} of unknown version: {without}"
+        return version(library)
+    except PackageNotFoundError:
+        return ""

@@ -6,10 +6,10 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 
+from ddpnb.compat.probe import version_of
 from ddpnb.history.model import RunSnapshot
 from ddpnb.history.tuning import split
 from ddpnb.protocol.catalogue import BASELINE, CELL_TASK
@@ -89,7 +89,7 @@ def overlay(comparisons: Sequence[Comparison]) -> Comparison:
 def environment() -> dict[str, str]:
     """Return the properties of this machine and the versions of the installed libraries."""
     return {
-        **{library: version(library) for library in LIBRARIES},
+        **{library: version_of(library) for library in LIBRARIES},
         "python": platform.python_version(),
         "system": platform.platform(),
         "host": platform.node(),
@@ -100,13 +100,15 @@ def environment() -> dict[str, str]:
 
 def describe_ranks(states: Sequence[RankState]) -> dict[str, str]:
     """Return the number of ranks, their hosts (if several), devices, threads and backend."""
-    devices = Counter(state.device_name for state in states if state.device != "cpu")
+    gpus = {(each.host, each.device): each for each in states if each.device != "cpu"}.values()
+    devices = Counter(each.device_name for each in gpus)
     hosts = Counter(state.host for state in states)
     several = {"hosts": ",".join(f"{host}:{num}" for host, num in hosts.items())}
     return {
         "ranks": str(len(states)),
         **(several if len(hosts) > 1 else {}),
         "GPUs": ", ".join(f"{number} {name}" for name, number in devices.items()) or "none",
+        **({"GPU software": _distinct(each.gpu_software for each in gpus)} if gpus else {}),
         "threads of each rank": _distinct(str(state.num_threads) for state in states),
         "backend": _distinct(state.backend for state in states),
     }

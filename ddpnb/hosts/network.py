@@ -1,7 +1,6 @@
 """Finds this host's ports and versions; probes other hosts.  Runs in the kernel and in agents."""
 
 import contextlib
-import importlib.metadata
 import ipaddress
 import os
 import platform
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 
 import psutil
 
+from ddpnb.compat.probe import version_of
 from ddpnb.protocol.processes import ephemeral_ports
 
 PROBE_SECONDS = 3.0
@@ -20,12 +20,7 @@ PROBE_SECONDS = 3.0
 def versions() -> dict[str, str]:
     """Return the versions that must be equal on all hosts; ``""`` for a missing package."""
     found = {"Python": platform.python_version().rpartition(".")[0]}
-    for package in ("ddpnb", "torch"):
-        try:
-            found[package] = importlib.metadata.version(package).partition("+")[0]
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = ""
-    return found
+    return found | {name: version_of(name).partition("+")[0] for name in ("ddpnb", "torch")}
 
 
 def interfaces() -> dict[str, list[str]]:

@@ -39,6 +39,8 @@ class RankState:
     """True if another rank computes on the same GPU."""
     has_peer_access: bool | None = None
     """True if the rank's GPU can read the next GPU's memory; None if there is no next GPU."""
+    gpu_software: str = ""
+    """The versions of CUDA, NCCL and the GPU's driver; empty for a CPU."""
     missing: tuple[str, ...] = ()
     """A sentence for each feature that is turned off because of a library's version."""
 

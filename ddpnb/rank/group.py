@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import socket
 import sys
 import threading
@@ -222,6 +223,7 @@ class Group:
             host=self.host or socket.gethostname(),
             device=str(self.device),
             device_name=torch.cuda.get_device_name(self.device) if on_gpu else "",
+            gpu_software=gpu_software() if on_gpu else "",
             num_threads=torch.get_num_threads(),
             backend=self.backend,
             # A host's ranks are assigned to its GPUs in turn.
@@ -232,6 +234,14 @@ class Group:
             local_world_size=self.local_world_size,
             missing=(*missing_features(), *mismatch.missing_features()),
         )
+
+
+def gpu_software(driver: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """Return the versions of CUDA, NCCL and the GPU's driver, if they are known."""
+    found = re.search(r" (\d+\.[\d.]+) ", driver.read_text()) if driver.exists() else None
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    known = {"CUDA": torch.version.cuda, "NCCL": nccl, "driver": found and found[1]}
+    return ", ".join(f"{name} {version}" for name, version in known.items() if version)
 
 
 def store_server(address: str, port: int) -> dist.TCPStore:

@@ -3,11 +3,13 @@ import json
 import math
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from ddpnb.history import comparison
 from ddpnb.history.comparison import Comparison, magic_of
 from ddpnb.history.model import Run, Status
 from ddpnb.history.query import matching
@@ -18,6 +20,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Mark, MarkKind, RunReport
 from ddpnb.reports.listing import Details, runs_table
 from ddpnb.reports.result import ComparisonResult
+from tests.rank.ranks import make_state
 from tests.unit.history.fake_runs import batch, header, run_of, spec, step, stored
 
 
@@ -234,3 +237,20 @@ def test_only_what_is_asked_for_is_found(text: str, last: int | None, found: lis
     assert matching(RUNS, text, last) == tuple(RUNS[index] for index in found)
     with pytest.raises(UserError, match="--last must be"):
         matching(RUNS, text, last=0)
+
+
+def test_a_library_on_a_path_that_is_not_installed_has_no_version(monkeypatch):
+    monkeypatch.setattr(comparison, "LIBRARIES", ("torch", "a library of no index"))
+    found = comparison.environment()
+    assert found["torch"] > found["a library of no index"] == ""
+
+
+def test_a_run_names_each_gpu_once_and_the_software_of_the_gpus():
+    state = replace(make_state(0, 2), device_name="T4", gpu_software="CUDA 13.0, NCCL 2.28.9")
+    places = [("a", "cuda:0"), ("a", "cuda:0"), ("a", "cuda:1"), ("b", "cuda:0")]
+    states = [replace(state, host=host, device=device) for host, device in places]
+    found = comparison.describe_ranks(states)
+    assert (found["GPUs"], found["GPU software"]) == ("3 T4", "CUDA 13.0, NCCL 2.28.9")
+    on_cpus = comparison.describe_ranks([make_state(0, 2)])
+    assert on_cpus["GPUs"] == "none"
+    assert "GPU software" not in on_cpus

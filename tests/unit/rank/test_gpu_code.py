@@ -1,10 +1,14 @@
-"""``dp`` on one GPU: its backward pass ends. The GPU is a device of torch that this file makes."""
+"""What the code for GPUs does, as far as a machine without a GPU can show it."""
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 from torch.utils import backend_registration
+
+from ddpnb.rank.group import gpu_software
 
 DEVICE = '''
 import numpy as np, torch
@@ -81,3 +85,22 @@ def test_the_backward_pass_of_replicas_that_share_a_gpu_ends():
     words = [sys.executable, "-c", DEVICE + STEP]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
     assert ended.stdout == "[30.0, 30.0]\n"  # the sum of 2 * 3 x^2 over x = 1 and 2
+
+
+DRIVERS = {
+    "NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023": "535.104.05",
+    "NVIDIA UNIX Open Kernel Module for x86_64  570.133.20  Release Build  (u)": "570.133.20",
+    "": "",
+}
+"""The first lines of ``/proc/driver/nvidia/version``, and the driver's versions."""
+
+
+@pytest.mark.parametrize("line", DRIVERS)
+def test_the_software_of_a_gpu_is_named(tmp_path: Path, monkeypatch, line: str):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    file = tmp_path / "version"
+    if line:
+        file.write_text(f"NVRM version: {line}\nGCC version:  gcc version 11.4.0 (Ubuntu)\n")
+    driver = f", driver {DRIVERS[line]}" * bool(line)
+    assert gpu_software(file) == f"CUDA 13.0, NCCL 2.28.9{driver}"
