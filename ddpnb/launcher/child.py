@@ -1,6 +1,7 @@
-"""Runs a rank as a child of the fork server, from the fork to the exit.  Runs on the ranks."""
+"""Runs a child of the fork server, from its start to its exit.  Runs on the ranks."""
 
 import gc
+import json
 import os
 import signal
 import sys
@@ -10,14 +11,18 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ddpnb.compat.debugger import leave_debugger_out
 from ddpnb.protocol.processes import die_with_parent, process_log
 
 Frame = dict[str, Any]
 """A message that is sent over a pipe as JSON."""
 
+Main = Callable[[Frame, Connection, Path], None]
+"""A child's main function: of its settings, its pipe to the fork server, and the run folder."""
+
 
 def run_child(main: Callable[[], None]) -> NoReturn:
-    """Run ``main`` in a forked child with the signal handlers of a new process, then exit."""
+    """Run ``main`` in a child with the signal handlers of a new process, then exit."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -35,18 +40,27 @@ def run_child(main: Callable[[], None]) -> NoReturn:
         os._exit(code)
 
 
-def run_rank(rank: int, settings: Frame, pipe: Connection, folder: Path) -> None:
+def run_started(main: Main, fd: str, folder: str) -> NoReturn:
+    """Run ``main`` in a new interpreter, which reads its settings from its pipe, then exit."""
+    os.set_inheritable(int(fd), False)
+    pipe = Connection(int(fd))
+    run_child(lambda: main(json.loads(pipe.recv_bytes()), pipe, Path(folder)))
+
+
+def run(settings: Frame, pipe: Connection, folder: Path) -> None:
     """Run one rank: an ipyparallel engine in the process group.
 
     ``settings`` are passed to ``ddpnb.rank.engine.run``, together with the engine's command line.
     """
     die_with_parent()
+    rank = settings["environment"]["RANK"]
     # A data-loading process must not destroy the process group that it inherits.  Otherwise it
     # would crash, or wait for threads that exist only in the rank.
     os.register_at_fork(after_in_child=gc.freeze)
     redirect_output(process_log(folder, rank))
     os.environ.update(settings["environment"])
     sys.argv[:] = [""]  # like an interpreter without a script, not the fork server's argv
+    leave_debugger_out()
     from ddpnb.rank import calls, engine  # noqa: F401, PLC0415  imports torch, after the controller's fork
 
     profile = folder / "profile"
@@ -71,3 +85,7 @@ def redirect_output(path: Path) -> None:
     for source in (log, null):
         if source > 2:
             os.close(source)
+
+
+if __name__ == "__main__":
+    run_started(run, *sys.argv[1:])

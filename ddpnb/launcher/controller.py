@@ -4,6 +4,7 @@ import contextlib
 import os
 import secrets
 import signal
+import sys
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 from ipyparallel.controller.app import IPController
 
 from ddpnb.compat.ipyparallel_internals import beat_quickly_at_first
-from ddpnb.launcher.child import redirect_output
+from ddpnb.launcher.child import Frame, redirect_output, run_started
 from ddpnb.protocol.processes import die_with_parent, process_log
 
 QUICK_MILLISECONDS = 25
@@ -45,11 +46,11 @@ class LocalController(IPController):  # type: ignore[misc]  # has no type hints
         getattr(self.hub, "monitor_handlers", {}).update(unread)
 
 
-def run_controller(arguments: list[str], sentinel: Connection, folder: Path) -> None:
+def run(settings: Frame, sentinel: Connection, folder: Path) -> None:
     """Run ipyparallel's controller, and kill all processes that outlive the fork server.
 
-    ``sentinel`` closes when the fork server ends.  The working directory is the run folder, so
-    ipyparallel cannot find the user's configuration.
+    ``settings`` has the controller's command line.  ``sentinel`` closes when the fork server ends.
+    The working directory is the run folder, so ipyparallel cannot find the user's configuration.
     """
     redirect_output(process_log(folder, "controller"))
     threading.Thread(target=end_all_after, args=(sentinel,), daemon=True).start()
@@ -58,7 +59,7 @@ def run_controller(arguments: list[str], sentinel: Connection, folder: Path) -> 
     beat_quickly_at_first(QUICK_MILLISECONDS, QUICK_SECONDS)
     # With CurveZMQ, which authenticates and encrypts, ipyparallel would omit the signatures.
     key = f"--Session.key={secrets.token_hex(32)}"
-    LocalController.launch_instance([*arguments, key])
+    LocalController.launch_instance([*settings["arguments"], key])
 
 
 def end_all_after(sentinel: Connection) -> None:
@@ -66,3 +67,7 @@ def end_all_after(sentinel: Connection) -> None:
     with contextlib.suppress(EOFError, OSError):
         sentinel.recv_bytes()
     os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    run_started(run, *sys.argv[1:])

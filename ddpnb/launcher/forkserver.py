@@ -3,6 +3,7 @@
 The kernel starts ``python -m ddpnb.launcher.forkserver FD ...`` and exchanges JSON frames with the
 fork server over a socket pair.  The fork server forks the controller first, and imports torch while
 the controller starts.  The ranks share the modules' memory, so each rank starts in under a second.
+On systems where a fork after ``import torch`` may crash, each child is a new interpreter instead.
 
 The fork server runs no tensor operation and never uses CUDA.  OpenBLAS starts threads when numpy is
 imported, but ends them before each fork.  So the fork server has one thread when it forks, and can
@@ -37,11 +38,7 @@ from typing import TextIO
 gc.disable()  # imports create little garbage; ``preload`` freezes the objects before forks
 
 from ddpnb.compat.debugger import leave_debugger_out  # noqa: E402
-from ddpnb.launcher.child import (  # noqa: E402
-    Frame,
-    run_child,
-    run_rank,
-)
+from ddpnb.launcher.child import Frame, run_child  # noqa: E402
 from ddpnb.protocol.processes import (  # noqa: E402
     ForkServerEvent,
     KernelRequest,
@@ -49,6 +46,7 @@ from ddpnb.protocol.processes import (  # noqa: E402
     hold,
     limit_waits,
     may_have_gpus,
+    portable,
     process_log,
 )
 
@@ -128,41 +126,41 @@ class Forkserver:
         self.report(event=ForkServerEvent.ANSWER, id=request_id, **answer)
 
     def start_rank(self, *, rank: int, settings: Frame) -> None:
-        """Fork a rank.  Raise OSError if the system cannot create another process."""
+        """Start a rank.  Raise OSError if the system cannot create another process."""
         ours, theirs = Pipe()
         limit_waits(ours, write_seconds=WRITE_SECONDS, read_seconds=READ_SECONDS).close()
-
-        def main() -> None:
-            ours.close()
-            run_rank(rank, settings, theirs, self.folder)
-
-        self.children[self.fork(main)] = rank
-        theirs.close()
+        self.children[self.start("ddpnb.launcher.child", settings, ours, theirs)] = rank
         self.pipes[rank] = ours
         self.selector.register(ours, selectors.EVENT_READ, self.on_rank)
 
     def start_controller(self, arguments: list[str]) -> None:
-        """Fork ipyparallel's controller."""
-        from ddpnb.launcher.controller import run_controller  # noqa: PLC0415  agents do not need it
-
-        theirs, ours = Pipe(duplex=False)  # carries no data; closes when this process ends
+        """Start ipyparallel's controller."""
+        theirs, ours = Pipe(duplex=False)  # closes when this process ends
+        pid = self.start("ddpnb.launcher.controller", {"arguments": arguments}, ours, theirs)
         self.more_ends.append(ours)
-        pid = self.fork(lambda: run_controller(arguments, theirs, self.folder))
-        theirs.close()
         self.children[pid] = "controller"
 
-    def fork(self, main: Callable[[], None]) -> int:
-        """Fork a child that runs ``main`` and then exits, and return the child's process id."""
+    def start(self, module: str, settings: Frame, ours: Connection, theirs: Connection) -> int:
+        """Start a child that calls the ``run`` of a module; return the child's process id.
 
-        def run() -> None:
-            for end in (self.kernel, *self.more_ends, *self.pipes.values()):
-                end.close()
-            main()
-
-        pid = os.fork()
-        if pid == 0:
-            run_child(run)
-        return pid
+        The child gets the end ``theirs`` of a pipe.  In the portable way, the child is not forked:
+        a new interpreter runs the module and reads the settings from the pipe.
+        """
+        with theirs:
+            if portable():
+                os.set_inheritable(theirs.fileno(), True)
+                words = ["-m", module, str(theirs.fileno()), str(self.folder)]
+                pid = os.posix_spawn(
+                    sys.executable, [sys.executable, *words], os.environ, setsigdef=[signal.SIGINT]
+                )
+                ours.send_bytes(json.dumps(settings).encode())
+                return pid
+            run = importlib.import_module(module).run
+            if (pid := os.fork()) == 0:
+                for end in (self.kernel, ours, *self.more_ends, *self.pipes.values()):
+                    end.close()
+                run_child(lambda: run(settings, theirs, self.folder))
+            return pid
 
     def forward(self, request_id: int, *, rank: int, command: str, arguments: list[object]) -> None:
         """Forward a command to a rank's control thread.  If the rank is dead, do nothing."""
@@ -261,11 +259,13 @@ def preload(*, counts_gpus: bool = True) -> int:
     """Import the modules that every rank needs, and return the number of this host's GPUs.
 
     Forked ranks share the memory of these modules.  ``DDPNB_PRELOAD`` names further modules,
-    separated by spaces.  Without ``counts_gpus``, the number of GPUs is 0.
+    separated by spaces.  Ranks that are not forked import the modules themselves.  Without
+    ``counts_gpus``, the number of GPUs is 0.
     """
     leave_debugger_out()
     for name in ("ddpnb.rank.calls", *os.environ.get("DDPNB_PRELOAD", "").split()):
-        importlib.import_module(name)
+        if not portable():
+            importlib.import_module(name)
     gc.enable()
     gc.freeze()
     return num_gpus() if counts_gpus else 0

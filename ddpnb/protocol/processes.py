@@ -7,10 +7,12 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import platform
 import shutil
 import signal
 import socket
 import struct
+import sys
 import tempfile
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,6 +21,20 @@ from pathlib import Path
 from typing import TextIO
 
 from ddpnb.protocol.errors import UserError
+
+
+def portable() -> bool:
+    """Return True if ddpnb may use only the system calls that macOS also has.
+
+    This is the case on every system except Linux.  ``DDPNB_PORTABLE=1`` chooses it on Linux.
+    """
+    return sys.platform != "linux" or os.environ.get("DDPNB_PORTABLE") == "1"
+
+
+def missing_here() -> tuple[str, ...]:
+    """Return a sentence about the features that ddpnb lacks in the portable way, if any."""
+    lost = "each rank imports torch itself, and bytes are computed instead of counted"
+    return (f"{platform.system()}: {lost}",) if portable() else ()
 
 
 class KernelRequest(StrEnum):
@@ -99,7 +115,7 @@ def ephemeral_ports() -> range:
     try:
         text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
     except OSError:
-        text = "32768 60999"  # Linux's default
+        text = "32768 65535"  # includes the defaults of Linux and macOS
     first, last = map(int, text.split())
     return range(first, last + 1)
 
@@ -155,7 +171,8 @@ def as_socket(fd: int) -> socket.socket:
 
 def die_with_parent() -> None:
     """Ask Linux to kill this process when its parent ends (prctl(2), PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
+    if not portable():  # elsewhere, closed pipes and the controller end the processes
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
 
 
 RUN_FOLDER = "ddpnb-"

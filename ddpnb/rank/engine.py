@@ -18,7 +18,6 @@ import torch
 from ipyparallel.engine.app import IPEngine
 from traitlets import Instance
 
-from ddpnb.compat.debugger import leave_debugger_out
 from ddpnb.compat.ipykernel_internals import DescriptorStream
 from ddpnb.protocol.processes import ForkServerEvent, RankCommand
 from ddpnb.rank.connections import Address
@@ -166,7 +165,6 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     adopted_group = AdoptedGroup(group)
     adopted_group.install()
     refuse_launchers(group.world_size)
-    leave_debugger_out()
     engine = RankEngine.instance(
         group=group, adopted_group=adopted_group, out_stream_factory=DescriptorStream
     )
