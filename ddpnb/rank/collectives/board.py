@@ -1,25 +1,29 @@
 """A board in shared memory, on which a host's ranks post the virtual times of their calls.
 
 Each process group has a file: a ring buffer with one place for each call and rank.  A place holds a
-call's number and two times (see ``Ready``).  If all ranks take part in a call, the real exchange
-makes all writes visible.  Otherwise, a rank waits until the place holds the call's number.
-Runs on the ranks.
+call's number, two times (see ``Ready``) and a checksum.  A rank waits until the place holds the
+call's number and the checksum is right, because some processors, such as aarch64, change the order
+of writes.  Runs on the ranks.
 """
 
 import mmap
 import os
 import struct
+import threading
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, final
 
 from ddpnb.protocol.costs import Ready
+from ddpnb.protocol.processes import portable
 
 NUM_CALLS: Final = 512
 """Maximum number of calls by which one rank may be ahead of another rank."""
 _PLACE: Final = struct.Struct("<qdd")
-_NUMBER: Final = struct.Struct("<q")
+_CHECKSUM: Final = struct.Struct("<I")
+_PLACE_BYTES: Final = _PLACE.size + _CHECKSUM.size
 _POLL_SECONDS: Final = 5e-5
 
 
@@ -27,10 +31,27 @@ def mapped_file(path: Path, num_bytes: int) -> mmap.mmap:
     """Map a file that several ranks share.  The first rank creates the file."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        os.posix_fallocate(descriptor, 0, num_bytes)  # without it, a full disk kills the rank
+        if portable():
+            os.ftruncate(descriptor, num_bytes)
+        else:  # otherwise a full disk would kill the rank later
+            os.posix_fallocate(descriptor, 0, num_bytes)
         return mmap.mmap(descriptor, num_bytes)
     finally:
         os.close(descriptor)
+
+
+_lock = threading.Lock()
+
+
+def keep_order() -> None:
+    """Keep the order of this thread's accesses to memory before and after this call.
+
+    The release of a lock completes all accesses before it.  No access after the next acquisition
+    begins before that acquisition.
+    """
+    for _ in range(2):
+        with _lock:
+            pass
 
 
 @final
@@ -47,22 +68,31 @@ class Board:
         self._path = path
         self._num_places = num_places
         self._check = check
-        self._map = mapped_file(path, NUM_CALLS * num_places * _PLACE.size)
+        self._map = mapped_file(path, NUM_CALLS * num_places * _PLACE_BYTES)
 
     def post(self, number: int, place: int, ready: Ready) -> None:
-        """Write the times at which a rank was ready for a call."""
+        """Write the times at which a rank was ready for a call.
+
+        A rank that reads the times also sees all that this rank wrote to shared memory before.
+        """
+        written = _PLACE.pack(number + 1, *ready)
+        keep_order()
         offset = self._offset(number, place)
-        _PLACE.pack_into(self._map, offset, 0, *ready)
-        _NUMBER.pack_into(self._map, offset, number + 1)
+        checksum = _CHECKSUM.pack(zlib.crc32(written))
+        self._map[offset : offset + _PLACE_BYTES] = written + checksum
 
     def read(self, number: int, place: int) -> Ready:
         """Wait until a rank has posted the times at which it was ready, and return these times."""
         offset = self._offset(number, place)
-        while _NUMBER.unpack_from(self._map, offset)[0] != number + 1:
+        while True:
+            found = self._map[offset : offset + _PLACE_BYTES]
+            posted, first, last = _PLACE.unpack_from(found)
+            (checksum,) = _CHECKSUM.unpack_from(found, _PLACE.size)
+            if posted == number + 1 and checksum == zlib.crc32(found[: _PLACE.size]):
+                keep_order()
+                return first, last
             self._check()
             time.sleep(_POLL_SECONDS)
-        _, first, last = _PLACE.unpack_from(self._map, offset)
-        return first, last
 
     def close(self) -> None:
         """Remove the file.  Calling ``close`` twice is safe."""
@@ -71,4 +101,4 @@ class Board:
             self._path.unlink(missing_ok=True)
 
     def _offset(self, number: int, place: int) -> int:
-        return (number % NUM_CALLS * self._num_places + place) * _PLACE.size
+        return (number % NUM_CALLS * self._num_places + place) * _PLACE_BYTES

@@ -236,11 +236,12 @@ class CollectiveLog:
             if other_checksum != checksum or other_size != size:
                 self._settle(entry, number)
             elif other_shape != entry.shape and size != NOT_COMPARED:
-                calls = _spoken(self._entries(number))
-                warnings.warn(
-                    f"{calls}. The shapes differ, so elements are combined in memory order.",
-                    stacklevel=2,
-                )
+                time.sleep(POLL_SECONDS)  # the shape may become visible after the number
+                found = self._entries(number)
+                if all(each.shape == entry.shape for each in found.values()):
+                    continue
+                why = "The shapes differ, so elements are combined in memory order."
+                warnings.warn(f"{_spoken(found)}. {why}", stacklevel=2)
                 return
 
     def take_back(self, *, is_certain: bool = True) -> None:

@@ -4,10 +4,10 @@ Rank 0's worker calls the queue directly. Each other worker sends requests throu
 thread of rank 0, and this thread calls the queue. If a process dies, its socket closes at once.
 
 On rank 0's host, the tensors are in shared memory. Messages through a Unix socket decide which
-process may use the tensors. Linux locks the socket for each message, so memory accesses stay in
-order on any processor. The socket is in the run folder, and other users cannot open this folder. A
-restarted worker finds the socket by its path, without a collective. Workers on other hosts connect
-by TCP, and send each tensor after a message.
+process may use the tensors. The system locks the socket for each message, so memory accesses stay
+in order on any processor. The socket is in the run folder, and other users cannot open this
+folder. A restarted worker finds the socket by its path, without a collective. Workers on other
+hosts connect by TCP, and send each tensor after a message.
 """
 
 import contextlib

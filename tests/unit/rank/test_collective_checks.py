@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddpnb.rank.collectives import mismatch
 from ddpnb.rank.collectives.mismatch import (
     CollectiveLog,
     CollectiveMismatchError,
@@ -44,6 +45,25 @@ def test_other_shapes_of_one_size_meet_with_a_warning(tmp_path: Path) -> None:
         is_other = shape == (3, 2)
         with pytest.warns(match=r"\[2, 3\].*\[3, 2\]") if is_other else contextlib.nullcontext():
             log.write(entry_of(call, log.ranks))
+
+
+def test_a_shape_that_becomes_visible_after_its_number_is_no_other_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Some processors, such as aarch64, change the order of writes."""
+    monkeypatch.setattr(mismatch, "POLL_SECONDS", 0.5)
+    first, second, _ = opened(tmp_path / "log")
+    call = Call(METHODS["allreduce"], None, [[ONE]], NO_ROOT, is_blocking=True)
+    entry = entry_of(call, RANKS)
+
+    def complete() -> None:
+        first.take_back()
+        first.write(entry)
+
+    first.write(entry._replace(shape=entry.shape ^ 1))
+    threading.Timer(0.02, complete).start()
+    second.write(entry)
+    assert not recwarn.list
 
 
 def test_what_older_groups_have_written_is_removed(tmp_path: Path) -> None:
