@@ -3,7 +3,7 @@
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ class Host:
     """The host's name as the user wrote it.  The name of the kernel's host is empty."""
     address: str = "127.0.0.1"
     """The address at which ranks on other hosts reach this host."""
-    interface: str = "lo"
+    interface: str = field(default_factory=lambda: loopback())
     """The network interface that has the host's address."""
     num_cores: float
     num_gpus: int = 0
@@ -213,6 +213,11 @@ def torchrun_environment(placement: Placement, rank: int) -> dict[str, str]:
     }
 
 
+def loopback() -> str:
+    """Return the name of the loopback interface: ``lo`` on Linux, ``lo0`` on macOS."""
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+
+
 def free_port() -> int:
     """Return a free port of the loopback interface."""
     with socket.socket() as probe:
@@ -248,7 +253,7 @@ def controller_arguments(profile: Path, address: str, ports: Sequence[int]) -> l
 def rank_settings(
     placement: Placement, rank: int, *, home: Path, generation: int | None
 ) -> dict[str, Any]:
-    """Return the settings of a rank's process, for ``ddpnb.launcher.child.run_rank``.
+    """Return the settings of a rank's process, for ``ddpnb.launcher.child.run``.
 
     ``home`` is the folder in which cells start.  ``generation`` is the number of the process group
     to join, or None to join no group.

@@ -158,8 +158,8 @@ class LocalProcesses(Processes):
 
     def __init__(self, spec: ClusterSpec, folder: Path, on_exit: OnExit) -> None:
         """Start the fork server; raise UserError if this host cannot run the cluster."""
-        if sys.platform != "linux":
-            raise UserError("ddpnb forks ranks, which is safe on Linux only. Use a Linux machine.")
+        if sys.platform == "win32":
+            raise UserError("ddpnb does not run on Windows itself. Use WSL 2 on Windows.")
         self._spec = spec
         may_use_gpus = spec.device == "cuda" or (not spec.is_on_cpu and may_have_gpus())
         planned = None if may_use_gpus else self._place(num_gpus=0)

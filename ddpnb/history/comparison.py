@@ -3,6 +3,7 @@
 import contextlib
 import platform
 import shlex
+import subprocess
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -170,6 +171,9 @@ def _cpu_model() -> str:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # not macOS
+        words = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.check_output(words, stderr=subprocess.DEVNULL, text=True).strip()
     return platform.processor() or platform.machine()
 
 

@@ -12,6 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
+from ddpnb.protocol.processes import portable
+
 ROOT = Path("/")
 
 
@@ -48,7 +52,7 @@ class Group:
 
 def usable_cpus() -> set[int]:
     """Return the logical CPUs on which this process may run."""
-    return os.sched_getaffinity(0)
+    return set(range(psutil.cpu_count() or 1)) if portable() else os.sched_getaffinity(0)
 
 
 def num_cores(root: Path = ROOT) -> float:
@@ -74,6 +78,8 @@ def quota(root: Path = ROOT) -> Group:
 
 
 def _num_physical(root: Path) -> int:
+    if portable():
+        return psutil.cpu_count(logical=False) or 1
     cores = set()
     for cpu in usable_cpus():
         siblings = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"

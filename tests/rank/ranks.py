@@ -7,7 +7,6 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -18,13 +17,14 @@ import torch
 import torch.distributed as dist
 
 from ddpnb.protocol.messages import RankState
+from ddpnb.protocol.processes import parent_folder, portable
 from ddpnb.rank.collectives.mismatch import MismatchCheck
 
 TIMEOUT_SECONDS = 60.0
 
 # One process imports torch and forks all ranks, so that a group starts in a fraction of a second.
 # Without this preload, each rank's first optimizer step imports torch._dynamo for over a second.
-CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT = multiprocessing.get_context("spawn" if portable() else "forkserver")
 CONTEXT.set_forkserver_preload(
     ["ddpnb.rank.training.loop", "ddpnb.rank.tasks.digits", "torch._dynamo"]
 )
@@ -35,10 +35,9 @@ PINNED = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA
 def begin(target: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connection]:
     """Run a function in a new process. Its last argument is the other end of the pipe."""
     with patch.dict(os.environ, PINNED):
-        forkserver.ensure_running()
-    ours, theirs = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=target, args=(*args, theirs), daemon=True)
-    process.start()
+        ours, theirs = CONTEXT.Pipe()
+        process = CONTEXT.Process(target=target, args=(*args, theirs), daemon=True)
+        process.start()
     theirs.close()
     return process, ours
 
@@ -55,7 +54,7 @@ class Ranks:
     """Processes in one gloo group that run jobs. A job is a ``job(state, folder, *args)``."""
 
     def __init__(self, world_size: int) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="ddpnb-test-", dir="/dev/shm"))
+        self.folder = Path(tempfile.mkdtemp(prefix="ddpnb-test-", dir=parent_folder()))
         self._rendezvous = Path(tempfile.mkdtemp(prefix="ddpnb-test-"))
         states = [make_state(rank, world_size) for rank in range(world_size)]
         self.ranks = [Rank(state, self.folder, self._rendezvous) for state in states]

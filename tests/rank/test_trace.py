@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpnb.protocol.costs import algorithm_of
+from ddpnb.protocol.processes import portable
 from ddpnb.protocol.trace import SHOWN, CollectiveSpec, RankSpans, Span
 from ddpnb.rank.collectives import trace
 from ddpnb.rank.collectives.intercept import listening
@@ -19,7 +20,7 @@ from ddpnb.reports.inside.collective import CollectiveResult
 SIZE = 30_000
 
 
-def calls_of_all_kinds(state, folder) -> tuple[RankSpans, int, int]:
+def calls_of_all_kinds(state, folder) -> tuple[RankSpans, int | None, int]:
     """Call collectives by methods, in inference mode, and by DDP and FSDP from C++. Return the
     spans, the bytes on the sockets, and the bytes in a run's account."""
     from torch.distributed.fsdp import fully_shard  # takes a second
@@ -53,8 +54,8 @@ def calls_of_all_kinds(state, folder) -> tuple[RankSpans, int, int]:
         sharded(torch.ones(2, 120)).sum().backward()
         dist.barrier()
         spans = recorder.spans()
-    assert before is not None
-    return spans, bytes_sent() - before, meter.take().sent
+    counted = None if portable() else bytes_sent() - before
+    return spans, counted, meter.take().sent
 
 
 def sent_by_formula(span: Span, *backend: str) -> float:
@@ -71,8 +72,9 @@ def test_every_call_is_recorded_once_with_the_bytes_on_the_sockets(ranks):
     recorded = ranks(3).call(calls_of_all_kinds)
     spans = [span for each, *_ in recorded for span in each.spans]
     by_formula = sum(sent_by_formula(span, "gloo") for span in spans)
-    counted, accounted = (sum(each[number] for each in recorded) for number in (1, 2))
-    assert by_formula <= counted <= 1.02 * by_formula + 100_000
+    accounted = sum(each[2] for each in recorded)
+    if not portable():
+        assert by_formula <= sum(each[1] for each in recorded) <= 1.02 * by_formula + 100_000
     assert accounted == pytest.approx(sum(map(sent_by_formula, spans)), rel=1e-3)
     first, second, third = ([span.name for span in spans.spans] for spans, *_ in recorded)
     usual = [name for name in first if name != "send"]
@@ -123,8 +125,10 @@ def shown(state, folder, spec: CollectiveSpec):
 def test_a_collective_shown_sends_what_its_formula_says(ranks, name):
     spec = CollectiveSpec(name=name, ranks=(0, 1, 2), num_bytes=240_000)
     result = CollectiveResult(spec, ranks(3).call(shown, spec))
+    assert portable() == ("The bytes are computed" in result.text())
     for each in result.shown:
-        assert each.num_bytes_sent == pytest.approx(result.sent_by_formula(each.rank), abs=8_000)
+        by_formula = pytest.approx(result.sent_by_formula(each.rank), abs=8_000)
+        assert each.num_bytes_sent == (None if portable() else by_formula)
 
 
 TENS = [((10 * rank, 10 * rank + 1, 10 * rank + 2, 10 * rank + 3),) for rank in (1, 2, 3)]

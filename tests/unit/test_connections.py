@@ -36,7 +36,11 @@ def addresses(end: socket.socket) -> tuple[Address, Address]:
     )
 
 
-def test_a_process_and_a_child_that_has_inherited_them_have_the_same_connections(connected):
+@pytest.mark.parametrize("is_portable", ["0", "1"])
+def test_a_process_and_a_child_that_has_inherited_them_have_the_same_connections(
+    connected, is_portable, monkeypatch
+):
+    monkeypatch.setenv("DDPNB_PORTABLE", is_portable)
     expected = {addresses(end) for end in connected}
     assert expected <= {(each.laddr, each.raddr) for each in own_connections()}
     child = subprocess.Popen(

@@ -7,6 +7,7 @@ operation copies all tensors. Each tensor starts at a multiple of 64 bytes.
 import mmap
 import os
 import socket
+import tempfile
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import NamedTuple, Self, final
@@ -14,7 +15,7 @@ from typing import NamedTuple, Self, final
 import torch
 from torch import Tensor
 
-from ddpnb.protocol.processes import as_socket
+from ddpnb.protocol.processes import as_socket, portable
 
 _ALIGNMENT_BYTES = 64
 """Size of one cache line, in bytes."""
@@ -71,7 +72,10 @@ class SharedMemory:
     @classmethod
     def create(cls, like: Sequence[Tensor], num_copies: int) -> Self:
         """Create the memory, filled with zeros."""
-        return cls(os.memfd_create("ddpnb"), like, num_copies)
+        if not portable():
+            return cls(os.memfd_create("ddpnb"), like, num_copies)
+        with tempfile.TemporaryFile() as file:  # has no name either
+            return cls(os.dup(file.fileno()), like, num_copies)
 
     @classmethod
     def receive(cls, connection: Connection, like: Sequence[Tensor], num_copies: int) -> Self:

@@ -89,6 +89,8 @@ class CollectiveResult(Shown):
         if known := [each for each in counts if each is not None]:
             extra = max(sum(known) - sum(by_formula), 0)
             measured += f".  All ranks sent {size(sum(known))}, including {size(extra)} of headers"
+        else:
+            measured += ".  The bytes are computed, because nothing counted them"
         small = max(each.small_seconds for each in self.shown)
         is_quick = self.num_bytes <= PACKET_BYTES or seconds <= LATENCY_FACTOR * small
         return [
