@@ -1,11 +1,13 @@
 """Strategies train any cell, with any kind of batch, step and metric."""
 
 import math
+import threading
 from contextlib import closing
 
 import pytest
 
 from ddpnb.protocol.errors import UserError
+from ddpnb.rank.tasks.samples import DatasetSamples, prefetching
 from ddpnb.rank.training import validation
 from ddpnb.rank.training.context import Surroundings, build_context
 from tests import cells
@@ -138,6 +140,13 @@ def augmented_job(state, folder, seed):
         with context.source(strategy.shards()) as source:
             _, (inputs, _) = next(source)
     return inputs.tolist()
+
+
+def test_data_that_processes_cannot_load_are_one_sentence(monkeypatch):
+    monkeypatch.setenv("DDPNB_PORTABLE", "1")
+    locked = DatasetSamples([threading.Lock()])
+    with pytest.raises(UserError, match=r"cannot load.*cannot pickle.*Remove --data-workers"):
+        prefetching(locked.fetch, [], 1, seed=0).__enter__()
 
 
 def test_processes_draw_other_random_numbers_on_each_rank_and_for_each_seed(ranks):

@@ -3,8 +3,9 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, final
+from typing import Any, cast, final
 
+import cloudpickle
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from torch.utils.data import (
 
 from ddpnb.compat.torch_internals import end_data_workers
 from ddpnb.protocol.errors import UserError, kind_of, summary_of
-from ddpnb.protocol.processes import die_with_parent
+from ddpnb.protocol.processes import die_with_parent, portable
 from ddpnb.rank.tasks.batches import Shard, Tree, mapped, shape_of, tensors_of
 
 Collate = Callable[[list[Any]], Tree]
@@ -182,22 +183,24 @@ def prefetching(
     ``NUM_PREFETCHED`` requests in advance, even if other workers use the same queue of requests.
     ``seed`` is the seed of the random numbers in the processes.
     """
-    num_first = NUM_PREFETCHED * num_processes  # requests that the loader takes at the start
+    num_first = NUM_PREFETCHED * num_processes  # requests that the loader takes in advance
     batches = iter(
         DataLoader(
             _Fetched(fetch),
-            sampler=itertools.chain(itertools.repeat(None, num_first), requests),
+            sampler=itertools.chain(itertools.repeat(None, 2 * num_first), requests),
             batch_size=None,
-            collate_fn=lambda shard: shard,
+            collate_fn=_unchanged,
             num_workers=num_processes,
             prefetch_factor=NUM_PREFETCHED,
-            worker_init_fn=lambda _: die_with_parent(),
-            # Other start methods pickle the data set. A class from a cell cannot be pickled.
-            multiprocessing_context="fork",
+            worker_init_fn=_begin_process,
+            # Forked processes share the memory of the data set.
+            multiprocessing_context="spawn" if portable() else "fork",
             generator=torch.Generator().manual_seed(seed),  # not the global generator
         )
     )
     try:
+        for _ in range(num_first):  # wait until all processes have started
+            next(batches)
         yield itertools.islice(batches, num_first, None)
     finally:  # end the processes now, because a traceback may keep the iterator alive
         end_data_workers(batches)
@@ -205,10 +208,33 @@ def prefetching(
 
 @final
 class _Fetched(Dataset[Any]):
-    """A data set with shards as items. If a request is None, it only starts the process."""
+    """A data set with shards as items. If a request is None, it only starts the process.
+
+    A process that is not forked gets ``fetch`` by cloudpickle, which accepts classes from a cell.
+    """
 
     def __init__(self, fetch: Callable[[Tensor], Tree]) -> None:
         self._fetch = fetch
 
     def __getitem__(self, request: Request | None) -> tuple[Shard, Tree] | None:
         return request and (request[0], self._fetch(request[1]))
+
+    def __getstate__(self) -> bytes:
+        try:
+            return cast(bytes, cloudpickle.dumps(self._fetch))
+        except Exception as error:
+            raise UserError(
+                f"Other processes cannot load the result of data(split) ({summary_of(error)}). "
+                "Remove --data-workers and num_workers."
+            ) from error
+
+    def __setstate__(self, pickled: bytes) -> None:
+        self._fetch = cloudpickle.loads(pickled)
+
+
+def _unchanged(shard: object) -> object:
+    return shard
+
+
+def _begin_process(_: int) -> None:
+    die_with_parent()
