@@ -150,9 +150,14 @@ class Cluster:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """One sentence for each feature that is disabled because of a library's version."""
+        """One sentence for each feature that is disabled because of a library or the system."""
         there = (each for state in self.states for each in state.missing)
         return tuple(dict.fromkeys((*missing_features(), *there)))
+
+    @property
+    def can_release(self) -> bool:
+        """True if ddpnb can end waits in collectives without killing the ranks."""
+        return all(state.can_be_released for state in self.states)
 
     # -- calls -----------------------------------------------------------------------
 

@@ -22,7 +22,9 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import spoken_ranks
 
 MAX_ABORTS = 5
-"""ddpnb kills hanging ranks after this number of releases.  Releases may fail on busy machines."""
+"""ddpnb kills hanging ranks after this number of releases.  Releases may fail on busy machines.
+
+If gloo waits cannot end, the first release ends all other waits."""
 END_TIMEOUT_SECONDS = 10.0
 """Maximum time to wait for the end of a call after ddpnb has killed ranks."""
 
@@ -126,7 +128,7 @@ class Watch:
             return
         if not self._num_aborts:
             self.outcome.hang = hang
-        if self._num_aborts < MAX_ABORTS:
+        if self._num_aborts < (MAX_ABORTS if self.cluster.can_release else 1):
             self._abort()
         else:
             self._kill()

@@ -7,6 +7,7 @@ Examples of such names are ``ProcessGroup``'s methods and the dispatcher's opera
 import functools
 import json
 import re
+import select
 import sys
 import threading
 import time
@@ -183,6 +184,20 @@ def reports_lost_peer(error: RuntimeError, text: str) -> bool:
     if isinstance(error, dist.DistError):
         return _DIST_LOST.search(text) is not None
     return _GLOO_LOST.search(text) is not None
+
+
+@Probe(
+    "torch",
+    "ddpnb kills ranks that wait in a collective without end, because gloo without epoll ignores "
+    "that a connection ended",
+)
+def gloo_notices_ends() -> bool:
+    """Return True if a wait in gloo ends when the wait's connection ends.
+
+    Gloo's transport over epoll raises an error in each wait.  Gloo's transport over libuv, which
+    torch uses on macOS, closes the connection and lets the wait continue (``uv/pair.cc``).
+    """
+    return hasattr(select, "epoll")
 
 
 # -- collectives in progress ---------------------------------------------------------------

@@ -42,7 +42,9 @@ class RankState:
     gpu_software: str = ""
     """The versions of CUDA, NCCL and the GPU's driver; empty for a CPU."""
     missing: tuple[str, ...] = ()
-    """A sentence for each feature that is turned off because of a library's version."""
+    """A sentence for each feature that is turned off because of a library or the system."""
+    can_be_released: bool = True
+    """True if ddpnb can end the rank's wait in a collective without killing the rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from torch.distributed import destroy_process_group, init_process_group  # torch
 from ddpnb.compat import torch_internals
 from ddpnb.compat.probe import missing_features
 from ddpnb.protocol.messages import RankState
-from ddpnb.protocol.processes import ephemeral_ports
+from ddpnb.protocol.processes import ephemeral_ports, missing_here
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives import mismatch
 from ddpnb.rank.collectives.mismatch import MismatchCheck
@@ -181,6 +181,8 @@ class Group:
         if self.can_abort and dist.is_initialized() and not abort_groups(ABORT_SECONDS):
             print(f"{self.backend} did not abort within {ABORT_SECONDS:g} s.", file=sys.stderr)
         num_aborted = self.cancellation.abort()
+        if not torch_internals.gloo_notices_ends.works:
+            return num_aborted
         theirs = ends_of(peers)
         for own in own_connections():
             if (own.raddr, own.laddr) in theirs or self._leads_to_peer(own):
@@ -232,7 +234,8 @@ class Group:
             if num_gpus > 1
             else None,
             local_world_size=self.local_world_size,
-            missing=(*missing_features(), *mismatch.missing_features()),
+            missing=(*missing_features(), *mismatch.missing_features(), *missing_here()),
+            can_be_released=self.can_abort or torch_internals.gloo_notices_ends.works,
         )
 
 

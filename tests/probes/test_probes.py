@@ -36,6 +36,7 @@ LOOKED_AT = {
     "finds_buffers": "ipykernel.iostream:OutStream.write",
     "keeps_results": "IPython.core.interactiveshell:InteractiveShell._tee",
     "asks_for_debugger": "ipykernel:__path__",
+    "gloo_notices_ends": "select:epoll",
 }
 """A library part that each probe looks for, by the probe's name."""
 

@@ -1,0 +1,48 @@
+"""If gloo cannot end a wait, as on macOS, ddpnb kills the waiting ranks and says so."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddpnb.cluster.cluster import Cluster
+from tests.cluster.rig import EIGHTH, run, started
+from tests.faults.conftest import SETUP, check_they_go_on
+
+HERE = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    paths = f"{HERE / 'portable'}:{HERE.parent}"
+    with started(3, environment={"PYTHONPATH": paths, "DDPNB_TEST_WITHOUT": "epoll"}) as cluster:
+        cluster.timeouts = EIGHTH
+        yield cluster
+
+
+def test_it_is_said(cluster: Cluster) -> None:
+    assert not cluster.can_release
+    assert any("ddpnb kills ranks that wait" in each for each in cluster.missing)
+
+
+@pytest.mark.parametrize(
+    ("source", "hang", "failed"),
+    [
+        ("if rank: dist.all_reduce(x)", "ranks 1-2 wait in all_reduce", []),
+        ("if rank: dist.all_reduce(x)\nelse: 1 / 0", "", [0]),
+        ("dist.recv(x, 1) if rank == 2 else x.sum()", "rank 2 waits in recv from rank 1", []),
+    ],
+)
+def test_ranks_that_wait_are_killed_and_the_others_go_on(
+    cluster: Cluster, source: str, hang: str, failed: list[int]
+) -> None:
+    run(cluster, SETUP)
+    ended = run(cluster, source)
+    assert re.search(hang, ended.hang)
+    assert list(ended.failures) == failed
+    assert list(ended.lost) == ([2] if "recv" in source else [1, 2])
+    assert any("killed" in note for note in ended.notes)
+    cluster.bring_back(cluster.dead)
+    run(cluster, SETUP)
+    check_they_go_on(cluster)
