@@ -277,6 +277,36 @@ def process_groups() -> list[Any]:
     return [dist.group.WORLD]
 
 
+@Probe("torch", "on GPUs, ddpnb cannot end a wait in a cell with `--check`")
+def unwraps_backends() -> bool:
+    """Return True if ddpnb can find the backend in the wrapper that ``--check`` puts around it."""
+    return hasattr(_wrapper(), "wrapped_pg") and hasattr(ProcessGroup, "_device_types")
+
+
+def abortable() -> list[Any]:
+    """Return objects whose ``abort`` ends the waits in all groups: in general, their backends.
+
+    Before torch 2.13, ``abort`` of the wrapper that ``--check`` puts around a backend does nothing.
+    """
+    found: list[Any] = []
+    for group in process_groups():
+        devices = group._device_types if unwraps_backends.works else ()
+        backends = {group._get_backend(device) for device in devices}
+        found += map(_unwrapped, backends) if backends else [group]  # a backend in Python has none
+    return found
+
+
+def _unwrapped(backend: Any) -> Any:
+    while isinstance(backend, _wrapper()):
+        backend = backend.wrapped_pg
+    return backend
+
+
+def _wrapper() -> Any:
+    c10d: Any = torch._C._distributed_c10d
+    return c10d._ProcessGroupWrapper
+
+
 @Probe(
     "torch",
     "dist.is_initialized() returns True even after a cell has called dist.destroy_process_group()",

@@ -268,8 +268,7 @@ def abort_groups(seconds: float) -> bool:
     Torch's ``_abort_process_group`` would remove groups while another thread uses them.  Each abort
     runs in a thread, because an abort may last until the group's timeout or wait for another abort.
     """
-    groups = torch_internals.process_groups()
-    return ends_in_time([group.abort for group in groups], seconds)
+    return ends_in_time([each.abort for each in torch_internals.abortable()], seconds)
 
 
 def ends_in_time(calls: Sequence[Callable[[], object]], seconds: float) -> bool:

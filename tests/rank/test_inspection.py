@@ -2,9 +2,12 @@
 
 import copy
 import math
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.inspection import InspectSpec
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.inspect import ddp_steps, subject
+from ddpnb.rank.meter import Meter
 from ddpnb.rank.training.context import Surroundings
 from tests.rank.ranks import make_state
 
@@ -93,6 +97,34 @@ def test_a_bucket_takes_its_messages_on_emulated_devices(ranks):
     spans = {span.name: span for span in step}
     assert spans["backward"].seconds == pytest.approx(4e-3 * 2 / 3)
     assert spans["bucket 0"].seconds == pytest.approx(2 * (1e-3 + 4 * 90_300 / 2 * 8 / 1e9))
+
+
+class Event(NamedTuple):
+    """A CUDA event: a time on the GPU's clock, in milliseconds."""
+
+    milliseconds: float
+
+    def elapsed_time(self, ended: "Event") -> float:
+        return ended.milliseconds - self.milliseconds
+
+
+class GpuClock(Meter):
+    """The clock of a GPU that has an hour of work queued whenever gloo's thread asks for a time."""
+
+    def moment(self) -> Event:
+        is_gloos = threading.current_thread() is not threading.main_thread()
+        return Event(1000 * (time.perf_counter() - 500 + 3600 * is_gloos))
+
+
+def inspected_on_a_gpu(state: RankState, folder: Path) -> Any:
+    with patch.object(ddp_steps, "Clock", lambda _: GpuClock()):
+        return inspected(state, folder, True, {"bucket_caps": (0.0001,)})[1]
+
+
+def test_over_gloo_a_bucket_of_a_gpu_ends_when_gloo_ends(ranks):
+    for report in ranks(2).call(inspected_on_a_gpu):
+        for span in (span for cap in report for step in cap.steps for span in step):
+            assert 0 < span.seconds < 60, span
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,11 @@ class _Stepper:
         self._buckets[index] = Bucket(names=names, num_bytes=num_bytes([bucket.buffer()]))
 
         def end(sent: torch.futures.Future[Tensor]) -> Tensor:
-            self._sent[index] = begun, self.clock.moment()
+            # Gloo runs this on its own thread, which has no stream.  An event of this thread would
+            # come after all kernels that the backward pass has queued meanwhile.
+            is_timed_by_host = self.ends is None and dist.get_backend() == "gloo"
+            ended = time.perf_counter() if is_timed_by_host else self.clock.moment()
+            self._sent[index] = begun, ended
             return sent.value()
 
         # type: the hook accepts None for the default group, which DDP uses here
@@ -201,6 +205,8 @@ class _Stepper:
         first = phases[0]
 
         def seconds(moment: Moment) -> float:
+            if isinstance(moment, float) and not isinstance(first, float):  # the host's time
+                return moment
             return self._base_seconds + seconds_between(first, moment)
 
         begun, forward_done, backward_done, updated = map(seconds, phases)

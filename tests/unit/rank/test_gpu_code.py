@@ -9,6 +9,7 @@ import torch
 from torch.utils import backend_registration
 
 from ddpnb.rank.group import gpu_software
+from tests.programs import printed
 
 DEVICE = '''
 import numpy as np, torch
@@ -104,3 +105,19 @@ def test_the_software_of_a_gpu_is_named(tmp_path: Path, monkeypatch, line: str):
         file.write_text(f"NVRM version: {line}\nGCC version:  gcc version 11.4.0 (Ubuntu)\n")
     driver = f", driver {DRIVERS[line]}" * bool(line)
     assert gpu_software(file) == f"CUDA 13.0, NCCL 2.28.9{driver}"
+
+
+CHECKED = """
+import torch.distributed as dist
+from ddpnb.compat import torch_internals
+dist.set_debug_level(dist.DebugLevel.DETAIL)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.new_group([0])
+print(*sorted({type(each).__name__ for each in torch_internals.abortable()}))
+print(len(torch_internals.abortable()))
+"""
+
+
+def test_an_abort_reaches_the_backend_inside_the_wrapper_of_check():
+    """Before torch 2.13, ``abort`` and ``shutdown`` of the wrapper do nothing."""
+    assert printed(CHECKED).split() == ["ProcessGroupGloo", "2"]
