@@ -264,10 +264,13 @@ def _described(entry: dict[str, Any]) -> PendingCollective:
     return PendingCollective(entry["profiling_name"].partition(":")[2], tensor)
 
 
-@Probe("torch", "on GPUs, ddpnb can end waits in the default group, but not in sub-groups")
+@Probe("torch", "on GPUs, ddpnb cannot end waits in sub-groups and in cells with `--check`")
 def lists_groups() -> bool:
-    """Return True if torch lists all process groups of this rank."""
-    return isinstance(dist.distributed_c10d._world.pg_names, dict)
+    """Return True if torch lists all process groups of this rank, and the groups' backends."""
+    c10d: Any = torch._C._distributed_c10d
+    finds_backends = hasattr(c10d._ProcessGroupWrapper, "wrapped_pg")
+    finds_backends &= hasattr(ProcessGroup, "_device_types")
+    return finds_backends and isinstance(dist.distributed_c10d._world.pg_names, dict)
 
 
 def process_groups() -> list[Any]:
@@ -277,34 +280,19 @@ def process_groups() -> list[Any]:
     return [dist.group.WORLD]
 
 
-@Probe("torch", "on GPUs, ddpnb cannot end a wait in a cell with `--check`")
-def unwraps_backends() -> bool:
-    """Return True if ddpnb can find the backend in the wrapper that ``--check`` puts around it."""
-    return hasattr(_wrapper(), "wrapped_pg") and hasattr(ProcessGroup, "_device_types")
-
-
 def abortable() -> list[Any]:
     """Return objects whose ``abort`` ends the waits in all groups: in general, their backends.
 
-    Before torch 2.13, ``abort`` of the wrapper that ``--check`` puts around a backend does nothing.
+    In torch 2.11, ``abort`` of the wrapper that ``--check`` puts around a backend does nothing.
     """
-    found: list[Any] = []
+    found = []
     for group in process_groups():
-        devices = group._device_types if unwraps_backends.works else ()
-        backends = {group._get_backend(device) for device in devices}
-        found += map(_unwrapped, backends) if backends else [group]  # a backend in Python has none
+        devices = group._device_types if lists_groups.works else ()
+        for backend in {group._get_backend(device) for device in devices} or {group}:
+            while hasattr(backend, "wrapped_pg"):
+                backend = backend.wrapped_pg
+            found.append(backend)
     return found
-
-
-def _unwrapped(backend: Any) -> Any:
-    while isinstance(backend, _wrapper()):
-        backend = backend.wrapped_pg
-    return backend
-
-
-def _wrapper() -> Any:
-    c10d: Any = torch._C._distributed_c10d
-    return c10d._ProcessGroupWrapper
 
 
 @Probe(

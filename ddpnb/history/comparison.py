@@ -101,15 +101,14 @@ def environment() -> dict[str, str]:
 
 def describe_ranks(states: Sequence[RankState]) -> dict[str, str]:
     """Return the number of ranks, their hosts (if several), devices, threads and backend."""
-    gpus = {(each.host, each.device): each for each in states if each.device != "cpu"}.values()
-    devices = Counter(each.device_name for each in gpus)
+    gpus = {(each.host, each.device): each for each in states if each.device != "cpu"}
+    devices = Counter(f"{each.device_name} ({each.gpu_software})" for each in gpus.values())
     hosts = Counter(state.host for state in states)
     several = {"hosts": ",".join(f"{host}:{num}" for host, num in hosts.items())}
     return {
         "ranks": str(len(states)),
         **(several if len(hosts) > 1 else {}),
         "GPUs": ", ".join(f"{number} {name}" for name, number in devices.items()) or "none",
-        **({"GPU software": _distinct(each.gpu_software for each in gpus)} if gpus else {}),
         "threads of each rank": _distinct(str(state.num_threads) for state in states),
         "backend": _distinct(state.backend for state in states),
     }

@@ -20,7 +20,6 @@ import gc
 import importlib
 import json
 import os
-import select
 import selectors
 import shutil
 import signal
@@ -42,7 +41,6 @@ from ddpnb.launcher.child import Frame, run_child  # noqa: E402
 from ddpnb.protocol.processes import (  # noqa: E402
     ForkServerEvent,
     KernelRequest,
-    die_with_parent,
     hold,
     limit_waits,
     may_have_gpus,
@@ -278,26 +276,22 @@ def num_gpus() -> int:
     """
     if not may_have_gpus():
         return 0
-    reader, writer = os.pipe()
-
-    def count() -> None:
-        die_with_parent()
-        torch = importlib.import_module("torch")  # in most cases already imported
-        os.write(writer, b"%d" % torch.cuda.device_count())
-
+    ours, theirs = Pipe()
     if (pid := os.fork()) == 0:
-        run_child(count)
-    os.close(writer)
-    with os.fdopen(reader) as end:
-        counted = end.readline() if select.select([end], [], [], COUNT_SECONDS)[0] else ""
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    if not counted:
-        raise RuntimeError(
-            "The GPU driver did not report the number of GPUs. Check the driver with nvidia-smi, "
-            "or use %ddp_start --device cpu."
-        )
-    return int(counted)
+        run_child(lambda: theirs.send(importlib.import_module("torch").cuda.device_count()))
+    theirs.close()
+    try:
+        if ours.poll(COUNT_SECONDS):
+            return int(ours.recv())
+    except EOFError:
+        pass
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    raise RuntimeError(
+        "The GPU driver did not report the number of GPUs. Check the driver with nvidia-smi, or "
+        "use %ddp_start --device cpu."
+    )
 
 
 def main(kernel_fd: str, folder: str, *controller_arguments: str) -> None:

@@ -4,13 +4,12 @@ A rank receives variables and functions from the notebook, and sends values and 
 rank also finds variables that still hold a process group that has ended.
 """
 
-import copy
 import os
 from collections.abc import Collection, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import REMEDIES, RunSpec, StaleVariable
@@ -69,9 +68,8 @@ class TrainedModels:
 
     def __init__(self) -> None:
         self._comparison = ""
-        self._kept: dict[tuple[str, float], tuple[str, nn.Module, dict[str, Any]]] = {}
-        """Run id, model and final weights for each pair of strategy and learning rate.  A model
-        that stayed on the GPU would take memory from the next runs, so all are on the host."""
+        self._kept: dict[tuple[str, float], tuple[str, nn.Module]] = {}
+        """Run id and model for each pair of strategy and learning rate."""
 
     def keep(self, spec: RunSpec, model: object) -> None:
         """Keep a run's model, and drop the model of the strategy's previous repeat."""
@@ -79,18 +77,12 @@ class TrainedModels:
             self._comparison = spec.comparison
             self._kept.clear()
         if isinstance(model, nn.Module):
-            model.zero_grad(set_to_none=True)
-            weights = model.state_dict()  # copied, because the model is reused for snapshots
-            for name, value in weights.items():
-                is_tensor = isinstance(value, Tensor)
-                weights[name] = value.to("cpu", copy=True) if is_tensor else copy.deepcopy(value)
-            self._kept[spec.strategy, spec.learning_rate] = spec.run_id, model, weights
+            self._kept[spec.strategy, spec.learning_rate] = spec.run_id, model
 
     def of(self, run_id: str) -> nn.Module:
         """Return the trained model of a run, on the CPU and without gradients."""
-        for kept_id, model, weights in self._kept.values():
+        for kept_id, model in self._kept.values():
             if kept_id == run_id:
-                model.load_state_dict(weights)
                 return model
         raise UserError(
             "Rank 0 does not have this model. Rank 0 keeps only the models of the latest "

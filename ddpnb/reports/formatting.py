@@ -15,10 +15,7 @@ from ddpnb.reports.style import style_of
 
 NOTHING = "–"
 """The text that tables show instead of an unknown number."""
-MACHINE = (
-    *("torch", "CPU", "ranks", "hosts", "GPUs", "GPU software"),
-    *("threads of each rank", "backend"),
-)
+MACHINE = ("torch", "CPU", "ranks", "hosts", "GPUs", "threads of each rank", "backend")
 """Keys of ``Comparison.environment`` that affect the measured times."""
 
 

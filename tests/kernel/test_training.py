@@ -174,7 +174,7 @@ KINDS = (Strategy, torch.optim.Optimizer, DistributedDataParallel)
 def count(device):
     gc.collect()
     alive = [type(each).__name__ for each in gc.get_objects() if issubclass(type(each), KINDS)]
-    models = [model for _, model, _ in calls.trained._kept.values()]
+    models = [model for _, model in calls.trained._kept.values()]
     held.append(alive + [p for model in models for p in model.parameters() if p.grad is not None])
 
 loop.release_memory = count

@@ -25,7 +25,6 @@ LOOKED_AT = {
     "skips_frames": "torch:_C._dynamo.eval_frame.set_code_exec_strategy",
     "records_collectives": "torch:_C._distributed_c10d._dump_fr_trace_json",
     "lists_groups": "torch.distributed.distributed_c10d:_World.pg_names",
-    "unwraps_backends": "torch._C._distributed_c10d:_ProcessGroupWrapper.wrapped_pg",
     "hides_group": "torch.distributed.distributed_c10d:_WorldMeta.WORLD",
     "ends_data_workers": "torch.utils.data.dataloader:"
     "_MultiProcessingDataLoaderIter._shutdown_workers",

@@ -18,7 +18,7 @@ from ddpnb.protocol.messages import Evaluating, Evaluation, RunReport
 from ddpnb.protocol.processes import atomic_write
 from ddpnb.rank.training.evaluation import MAX_SAMPLES, Score, estimate_batchnorm, score
 from ddpnb.rank.training.run_metrics import RunMetrics
-from ddpnb.rank.training.snapshots import Snapshots
+from ddpnb.rank.training.snapshots import Snapshots, copied
 
 MAX_ON_THE_WAY = 2_000
 """Default maximum number of held-out samples on which a copy of the model is evaluated."""
@@ -37,12 +37,13 @@ def judged(
 
     ``keep`` is called with the model before the evaluation.  Then each copy is loaded into the
     model, evaluated and dropped.  If ``should_stop`` returns True, later copies are skipped.
+    Afterwards the model has its trained weights again, in the host's memory and without gradients.
     """
     judge = _Judge(model, metrics, snapshots)
     judge.estimate_batchnorm()
     keep(model)
     _save(model, metrics)
-    report = metrics.report()
+    report, trained = metrics.report(), copied(model.state_dict())
     try:
         held_out = judge.score(is_held_out=True)
         report = replace(
@@ -57,6 +58,11 @@ def judged(
             report = replace(report, evaluations=judge.curve(should_stop))
     except KeyboardInterrupt:
         report = replace(report, evaluation_was_cut=True)
+    finally:
+        with judge.marked("could not restore the trained weights"):
+            model.load_state_dict(trained)
+        model.zero_grad()
+        model.cpu()  # ``keep`` has stored the model, and the next run needs the GPU's memory
     return report
 
 
@@ -76,7 +82,7 @@ class _Judge:
             return
         context = self._metrics.context
         spec = context.spec
-        with self._marked("could not estimate BatchNorm's statistics"):
+        with self.marked("could not estimate BatchNorm's statistics"):
             estimate_batchnorm(
                 self._model,
                 context.task,
@@ -95,7 +101,7 @@ class _Judge:
         split = "held-out" if is_held_out else "training"
         failed = f"could not evaluate the model on {split} samples" if context.is_evaluated else ""
         found = Score()
-        with self._marked(failed):
+        with self.marked(failed):
             found = score(
                 self._model.eval(),
                 context.task,
@@ -108,10 +114,10 @@ class _Judge:
         return found
 
     def curve(self, should_stop: Callable[[], bool]) -> tuple[Evaluation, ...]:
-        """Evaluate all copies, and return the scores.  The model keeps the last copy's weights."""
+        """Evaluate all copies, and return the scores.  The model has the last copy's weights."""
         found = []
         left = self._snapshots.kept
-        with self._marked("could not compute the held-out curve"):
+        with self.marked("could not compute the held-out curve"):
             while left and not should_stop():
                 num_samples, seconds, state = left.pop(0)
                 self._model.load_state_dict(state)
@@ -124,7 +130,7 @@ class _Judge:
         return tuple(found)
 
     @contextlib.contextmanager
-    def _marked(self, failed: str) -> Iterator[None]:
+    def marked(self, failed: str) -> Iterator[None]:
         """Catch errors of the user's code.  Publish a mark with ``failed`` if it is not empty."""
         try:
             yield

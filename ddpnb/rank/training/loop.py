@@ -94,10 +94,7 @@ def run(
         # -- evaluate ---------------------------------------------------------------------
         if state.rank != 0 or spec.is_ceiling:
             return metrics.report()
-        try:
-            return judged(model, metrics, snapshots, keep, should_stop)
-        finally:
-            model.cpu()  # ``keep`` may store the model, and the next run needs the GPU's memory
+        return judged(model, metrics, snapshots, keep, should_stop)
 
 
 def _trained(metrics: RunMetrics, should_stop: Callable[[], bool]) -> tuple[nn.Module, Snapshots]:

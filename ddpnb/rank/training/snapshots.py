@@ -92,7 +92,7 @@ class Snapshots:
         state = self._strategy.snapshot()
         if self._is_kept:
             seconds = self._metrics.clock.seconds
-            self.kept.append(Snapshot(self._num_samples(shard), seconds, _copied(state)))
+            self.kept.append(Snapshot(self._num_samples(shard), seconds, copied(state)))
 
     def _num_samples(self, shard: Shard) -> int:
         """Return the number of samples that all workers have trained on after a step on ``shard``.
@@ -131,7 +131,8 @@ class Snapshots:
         return max(every, math.ceil(self._num_steps / (num_copies + 1)))
 
 
-def _copied(state: State) -> State:
+def copied(state: State) -> State:
+    """Copy a model's state to the host's memory."""
     return {
         name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
         for name, value in state.items()

@@ -119,5 +119,5 @@ print(len(torch_internals.abortable()))
 
 
 def test_an_abort_reaches_the_backend_inside_the_wrapper_of_check():
-    """Before torch 2.13, ``abort`` and ``shutdown`` of the wrapper do nothing."""
+    """In torch 2.11, ``abort`` and ``shutdown`` of the wrapper do nothing."""
     assert printed(CHECKED).split() == ["ProcessGroupGloo", "2"]
