@@ -1,17 +1,28 @@
 """The files that describe ddpnb's installation and structure agree with the code."""
 
 import ast
+import importlib.util
+import itertools
+import json
 import re
+import subprocess
+import sys
+import tarfile
 import tomllib
+import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.lessons import SOLUTIONS, code_of
+from tests.programs import skip_or_fail
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
+HOME = PROJECT["urls"]["Repository"]
 MODULES = {"ipython": "IPython", "scikit-learn": "sklearn"}
 """The module that each of these packages installs.  Other modules have their package's name."""
 
@@ -44,13 +55,101 @@ def test_ddpnb_or_a_cell_for_readers_imports_each_requirement():
     assert {MODULES.get(name, name) for name in floors()} <= found
 
 
+def pins(path: Path) -> dict[str, str]:
+    """Return the versions that a file of requirements names, by the package's name."""
+    lines = [line for line in path.read_text().splitlines() if re.match(r"[\w-]+==", line)]
+    return dict(line.lower().replace("_", "-").split("==") for line in lines)
+
+
+def numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)]
+
+
+CONSTRAINTS = pins(ROOT / "constraints.txt")
+STACKS = {path.stem: pins(path) for path in sorted((ROOT / "tests" / "stacks").glob("*.txt"))}
+
+
 def test_every_requirement_is_pinned_within_its_range():
-    lines = (ROOT / "constraints.txt").read_text().lower().replace("_", "-").splitlines()
-    pins = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
-    for name, bound in floors(*PROJECT["optional-dependencies"]).items():
-        least = [int(part) for part in bound.split(".")]
-        pinned = [int(part) for part in re.findall(r"\d+", pins[name])]
-        assert pinned >= least, f"{name} {pins[name]} is older than {bound}"
+    for name, least in floors(*PROJECT["optional-dependencies"]).items():
+        assert numbers(CONSTRAINTS[name]) >= numbers(least), f"{name} is older than {least}"
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_a_stack_pins_every_requirement_within_its_range(stack: str):
+    for name, least in floors().items():
+        assert numbers(STACKS[stack][name]) >= numbers(least), f"{name} is older than {least}"
+    text = (ROOT / "tests" / "stacks" / f"{stack}.txt").read_text()
+    tools = text.partition("# The tests' tools, with the versions of constraints.txt.\n")[2]
+    assert len(tools.splitlines()) > 4
+    for line in tools.lower().replace("_", "-").splitlines():
+        name, version = line.split("==")
+        assert version == CONSTRAINTS[name], line
+
+
+def test_the_lowest_stack_has_the_lowest_versions():
+    lowest = floors() | {"pandas": "2.2.2"}  # 2.2.0 and 2.2.1 exclude numpy 2
+    for name, least in lowest.items():
+        pinned, least_numbers = numbers(STACKS["lowest"][name]), numbers(least)
+        assert pinned[: len(least_numbers)] == least_numbers, name
+        assert not any(pinned[len(least_numbers) :]), name
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel and the sdist, without a package index."""
+    if not all(map(importlib.util.find_spec, ("hatchling", "hatch_fancy_pypi_readme"))):
+        skip_or_fail("building a wheel needs hatchling: remove .venv/.installed and run make check")
+    folder = tmp_path_factory.mktemp("dist")
+    build = [sys.executable, "-m", "hatchling", "build", "--directory", str(folder)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    return folder
+
+
+def test_pip_installs_nothing_but_ddpnb_on_these_versions(built: Path):
+    """``make colab`` runs this test in an environment with Colab's versions."""
+    (wheel,) = built.glob("*.whl")
+    line = ["install", "--dry-run", "--quiet", "--no-index", "--report", "-"]
+    pip = [sys.executable, "-m", "pip", "--isolated", *line, str(wheel)]
+    ended = subprocess.run(pip, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    found = [each["metadata"]["name"] for each in json.loads(ended.stdout)["install"]]
+    assert found == ["ddpnb"]
+
+
+def test_the_built_files_are_small_and_their_page_has_absolute_links(built: Path):
+    (wheel,), (source,) = built.glob("*.whl"), built.glob("*.tar.gz")
+    assert max(path.stat().st_size for path in (wheel, source)) < 1_000_000
+    with tarfile.open(source) as archive:
+        folder = f"ddpnb-{PROJECT['version']}"
+        inside = {name.removeprefix(f"{folder}/") for name in archive.getnames()}
+    assert inside >= {"LICENSE", "CITATION.cff", "ddpnb/py.typed", "ddpnb/rank/tasks/digits.npz"}
+    assert not [name for name in inside if name.endswith(".sqlite3")]
+    with zipfile.ZipFile(wheel) as archive:
+        assert {name.partition("/")[0] for name in archive.namelist()} == {
+            "ddpnb",
+            f"{folder}.dist-info",
+        }
+        page = message_from_bytes(archive.read(f"{folder}.dist-info/METADATA")).get_payload()
+    raw = HOME.replace("//github.com", "//raw.githubusercontent.com")
+    links = re.findall(r"\]\(([^)#]*)[^)]*\)", str(page))
+    assert len(links) > 10
+    for link in links:
+        assert link.startswith("https://"), link
+        for home in (f"{raw}/v{PROJECT['version']}/", f"{HOME}/blob/v{PROJECT['version']}/"):
+            if link.startswith(home):
+                assert (ROOT / link.removeprefix(home)).exists(), link
+
+
+def test_every_file_names_the_same_home_and_the_same_version():
+    pages = [ROOT / "pyproject.toml", *ROOT.glob("*.md"), *ROOT.glob("*.cff")]
+    for folder, kind in itertools.product(("docs", "notebooks", ".github"), ("md", "ipynb", "yml")):
+        pages += (ROOT / folder).rglob(f"*.{kind}")
+    named = re.compile(r"(?:github|raw\.githubusercontent)\.com/([\w-]+/ddpnb)\b")
+    homes = {home for page in pages for home in named.findall(page.read_text())}
+    assert homes == {HOME.removeprefix("https://github.com/")}
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
+    assert {cited["version"], newest} == {PROJECT["version"]}
 
 
 def test_every_file_and_room_that_the_architecture_names_is_there():
