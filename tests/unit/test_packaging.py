@@ -10,6 +10,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from collections.abc import Iterator
 from email import message_from_bytes
 from pathlib import Path
 
@@ -23,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
 HOME = PROJECT["urls"]["Repository"]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 MODULES = {"ipython": "IPython", "scikit-learn": "sklearn"}
 """The module that each of these packages installs.  Other modules have their package's name."""
 
@@ -150,6 +152,52 @@ def test_every_file_names_the_same_home_and_the_same_version():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
     assert {cited["version"], newest} == {PROJECT["version"]}
+
+
+def test_the_hooks_have_the_versions_of_the_constraints():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    names = {"ruff-pre-commit": "ruff", "check-jsonschema": "check-jsonschema"}
+    for each in hooks:
+        if each["repo"] == "local":
+            for line in each["hooks"][0]["additional_dependencies"]:
+                name, version = line.split("==")
+                assert version == CONSTRAINTS[name]
+        else:
+            name = names[each["repo"].rpartition("/")[2]]
+            assert each["rev"].removeprefix("v") == CONSTRAINTS[name]
+
+
+def runs_of(job: dict) -> Iterator[str]:
+    """Yield the commands of a workflow's job, once for each entry of its matrix."""
+    matrix = job.get("strategy", {}).get("matrix", {})
+    for entry in matrix.get("include", [{}]):
+        for step in job.get("steps", []):
+            text = step.get("run", "")
+            for name, value in entry.items():
+                text = text.replace(f"${{{{ matrix.{name} }}}}", value)
+            yield text
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_is_limited_pinned_and_names_what_exists(path: Path):
+    text = path.read_text()
+    workflow = yaml.safe_load(text)
+    assert workflow["permissions"] == {"contents": "read"}
+    assert workflow["concurrency"]["group"].startswith(path.stem)
+    used = re.findall(r"uses: (.*)", text)
+    assert used
+    for each in used:
+        assert each.startswith("./") or re.fullmatch(r"\S+@[0-9a-f]{40} # v\d+\.\d+\.\d+", each)
+    makefile = (ROOT / "Makefile").read_text()
+    stacks = re.search(r"^STACKS := (.*)", makefile, re.MULTILINE)[1].split()
+    assert set(stacks) == set(STACKS)
+    targets = {*stacks, *re.findall(r"^([a-z-]+):", makefile, re.MULTILINE)}
+    for job in workflow["jobs"].values():
+        assert "timeout-minutes" in job or "uses" in job
+        for command in runs_of(job):
+            assert set(re.findall(r"\bmake ([a-z-]+)", command)) <= targets, command
+            for place in re.findall(r"(?:\.ci|docs|tests|benchmarks)/[\w/.-]+", command):
+                assert (ROOT / place).exists(), place
 
 
 def test_every_file_and_room_that_the_architecture_names_is_there():
