@@ -21,7 +21,7 @@ from ddpnb.hosts.processes import start_cluster
 from ddpnb.hosts.spec import HostsSpec
 from ddpnb.protocol import calls
 from ddpnb.protocol.messages import CellSpec, Failure
-from ddpnb.protocol.processes import RankCommand
+from ddpnb.protocol.processes import RankCommand, portable
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.live import live
 from ddpnb.session.comparison import prepare
@@ -46,6 +46,9 @@ ENDLESS_SECONDS = 100.0
 
 DYNAMO = {"DDPNB_PRELOAD": "torch._dynamo"}
 """The fork server imports torch._dynamo, which each rank would import for over a second."""
+
+
+FORKS = pytest.mark.skipif(portable(), reason="the cell forks a rank, which has imported torch")
 
 
 def allow_mpi(patch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.protocol.processes import portable
-from tests.cluster.rig import run
+from tests.cluster.rig import FORKS, run
 
 HANGS = {
     "a rank skips an all_reduce": (
@@ -120,10 +119,10 @@ def test_a_freed_rank_that_is_slow_to_leave_its_call_lives_on(quick: Cluster) ->
     assert ended.seconds > 0.625
 
 
-@pytest.mark.parametrize("case", HONEST)
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=FORKS if "data" in each else ()) for each in HONEST]
+)
 def test_a_slow_cell_is_left_alone(quick: Cluster, case: str, monkeypatch) -> None:
-    if portable() and case == "loads data slowly":
-        pytest.skip("a class from a cell needs a fork")
     patient = replace(quick.timeouts, hang_after_seconds=0.6)  # for a busy machine
     monkeypatch.setattr(quick, "timeouts", patient)
     check_is_left_alone(quick, HONEST[case])

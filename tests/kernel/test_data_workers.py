@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from tests.cells import DATASET
-from tests.cluster.rig import wait_until, wait_until_gone
+from tests.cluster.rig import FORKS, wait_until, wait_until_gone
 from tests.kernel.client import Kernel
 
 COMPARE = "%%ddp_compare ddp --no-baseline --data-workers 2 --batch-size 16 --epochs "
@@ -37,6 +37,7 @@ def test_they_end_with_the_run(kernel: Kernel, chosen: str, end: str):
     assert kernel.run("%%ddp\nrank").by_rank == {0: ["0"], 1: ["1"]}
 
 
+@FORKS
 def test_they_do_not_end_what_a_rank_has_left_to_the_garbage_collector(kernel: Kernel):
     cell = kernel.run("""%%ddp --ranks 0
 import gc, os

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from tests.cluster.rig import wait_until
+from tests.cluster.rig import FORKS, wait_until
 from tests.kernel.client import Kernel
 
 pytestmark = pytest.mark.usefixtures("unharmed")
@@ -27,7 +27,7 @@ BODIES = {
     "collective": (f"print('begun')\n{COLLECTIVE}", 0),
     "native code": ("print('begun')\nimport ctypes; ctypes.CDLL(None).pause()", 0),
     "child process": ("print('begun')\nimport subprocess; subprocess.run(['sleep', '1000'])", 2),
-    "processes that load": (LOADER, 4),
+    "processes that load": pytest.param(LOADER, 4, marks=FORKS),
 }
 """Cells, and the number of processes that each cell starts."""
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.cluster.rig import FORKS
 from tests.kernel.client import Cell, Kernel, both
 
 MEET = "import torch.distributed as dist\ndist.barrier()\n"
@@ -83,6 +84,7 @@ def test_help_is_shown_below_the_cell(kernel: Kernel):
     assert "'Returns 2x.'" in kernel.run("%%ddp\ntwice??").text
 
 
+@FORKS
 def test_forked_children_print_and_warn(kernel: Kernel):
     cell = kernel.run(
         "%%ddp\nimport multiprocessing, warnings\ndef work():\n    print('below')\n"
@@ -93,6 +95,7 @@ def test_forked_children_print_and_warn(kernel: Kernel):
     assert "5: UserWarning: careful" in cell.stderr
 
 
+@FORKS
 def test_workers_of_a_loader_print(kernel: Kernel):
     cell = kernel.run(
         "%%ddp\nfrom torch.utils.data import DataLoader, Dataset\nclass Own(Dataset):\n"

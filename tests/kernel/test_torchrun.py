@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.cluster.rig import FORKS
 from tests.kernel.client import Kernel, both
 
 pytestmark = pytest.mark.usefixtures("unharmed")
@@ -53,6 +54,7 @@ def test_another_group_is_refused_in_one_sentence(kernel: Kernel, call: str, exp
     assert f"Cell In[{cell.number}], line 3" in cell.error_text
 
 
+@FORKS
 def test_child_processes_of_a_cell_can_be_started(kernel: Kernel):
     cell = kernel.run(
         "%%ddp\nimport torch\nfrom pathlib import Path\n"

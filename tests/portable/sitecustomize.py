@@ -6,6 +6,7 @@
 
 import builtins
 import ctypes
+import errno
 import io
 import multiprocessing
 import os
@@ -35,7 +36,7 @@ def without_proc(function: Callable[..., Any]) -> Callable[..., Any]:
             while frame is not None and "/psutil/" not in frame.f_code.co_filename:
                 frame = frame.f_back
             if frame is None:
-                raise FileNotFoundError(2, "taken away by tests/portable", path)
+                raise FileNotFoundError(errno.ENOENT, "taken away by tests/portable", path)
         return function(path, *args, **options)
 
     return checked
@@ -44,6 +45,16 @@ def without_proc(function: Callable[..., Any]) -> Callable[..., Any]:
 builtins.open = io.open = without_proc(io.open)
 for name in ("listdir", "scandir", "readlink"):
     setattr(os, name, without_proc(getattr(os, name)))
+
+
+class Socket(socket.socket):
+    def shutdown(self, how: int) -> None:
+        if self.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            raise OSError(errno.ENOTCONN, "taken away by tests/portable: shutdown of a listener")
+        super().shutdown(how)
+
+
+socket.socket = Socket
 
 
 class Library(ctypes.CDLL):

@@ -187,11 +187,11 @@ class Client:
     def _serve(self, queue: WorkQueue, num_remote: int) -> int:
         """Start the server. Return the port for other hosts, or 0 if there is only one host."""
         opened = self._opened
-        server = Server(queue, self._memory, self._trained, self._timeout)
-        opened.callback(server.close)
         local, port = socket.socket(socket.AF_UNIX), 0
         local.bind(str(self._path))
         opened.callback(self._path.unlink)
+        server = Server(queue, self._memory, self._trained, self._timeout)
+        opened.callback(server.close)  # before the path is removed
         server.listen(local)
         if num_remote:
             remote = socket.create_server((server_address(), 0))

@@ -63,6 +63,7 @@ class Server:
         self._memory = memory
         self._parameters = parameters
         self._timeout = timeout_seconds
+        self._is_closing = False
         self._listeners: list[socket.socket] = []
         self._connected: list[Connection] = []
         self._acceptors: list[threading.Thread] = []
@@ -77,8 +78,11 @@ class Server:
 
     def close(self) -> None:
         """Stop accepting connections and requests, and wait until the last replies are sent."""
-        for listener in self._listeners:
-            shut_down(listener.fileno())
+        self._is_closing = True
+        for listener in self._listeners:  # macOS cannot shut down a listener, so wake its thread
+            with contextlib.suppress(OSError), socket.socket(listener.family) as last:
+                last.settimeout(self._timeout)
+                last.connect(listener.getsockname())
         for thread in self._acceptors:
             thread.join(self._timeout)
         for connection in self._connected:
@@ -88,9 +92,11 @@ class Server:
             thread.join(self._timeout)
 
     def _accept(self, listener: socket.socket, most: int) -> None:
-        with listener, contextlib.suppress(OSError):  # the listener was shut down
+        with listener, contextlib.suppress(OSError):
             for _ in range(most):
                 connection = connection_over(listener.accept()[0], self._timeout)
+                if self._is_closing:
+                    return connection.close()
                 self._connected.append(connection)
                 is_remote = listener.family != socket.AF_UNIX
                 self._threads.append(_started(self._serve, connection, is_remote))
