@@ -18,7 +18,7 @@ STACKS := colab hubs lowest
 STACK_TESTS := tests/unit tests/kernel tests/faults tests/rank
 
 .DEFAULT_GOAL := help
-.PHONY: help lab demo docs student quick test compat coverage $(STACKS) mutants check dist bench bench-quick soak gpu clean
+.PHONY: help lab demo docs student quick test compat portable coverage $(STACKS) mutants check dist bench bench-quick soak gpu clean
 
 help:  ## List the targets
 	@sed 's/^$$(STACKS): %/$(STACKS)/' $(MAKEFILE_LIST) | grep -E '^[a-z ]+:.*##' | awk -F ':.*## ' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -69,6 +69,10 @@ test: $(STAMP)  ## Run all tests, with real processes, kernels and a browser
 
 compat: $(COMPAT)  ## Test accelerate, Lightning, transformers and PyTorch's tutorials on the ranks
 	$(BIN)/pytest tests/compat --junitxml=build/compat.xml
+
+portable: $(STAMP)  ## Test the way that macOS needs, on Linux without the functions that macOS lacks
+	$(BIN)/python tests/portable/gloo_abort.py
+	PYTHONPATH=$(CURDIR)/tests/portable $(PYTEST) tests/rank tests/faults tests/kernel
 
 $(STACKS): %: build/%/.installed  ## Test with the versions of Colab, of hubs, or with the lowest (tests/stacks)
 	build/$*/bin/pytest $(PARALLEL) $(STACK_TESTS)

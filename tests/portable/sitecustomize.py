@@ -22,7 +22,8 @@ for module, name in (
     (os, "sched_getaffinity"),
     (socket, "TCP_INFO"),
 ):
-    delattr(module, name)
+    if hasattr(module, name):
+        delattr(module, name)
 if os.environ.get("DDPNB_TEST_WITHOUT") == "epoll":
     del select.epoll
 
