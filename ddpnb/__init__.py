@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         why,
     )
     from ddpnb.rank.publisher import log
+    from ddpnb.session.environment import debug_info
 
 __all__ = [
     "UserError",
@@ -50,6 +51,7 @@ __all__ = [
     "check",
     "compare",
     "debug",
+    "debug_info",
     "delete",
     "details",
     "export",
@@ -88,7 +90,8 @@ def __getattr__(name: str) -> Any:
         raise UserError(f"ddpnb.{name} works only in the notebook. Call it without %%ddp.")
     if on_rank:
         return importlib.import_module("ddpnb.rank.publisher").log
-    return getattr(importlib.import_module("ddpnb.api"), name)
+    place = "ddpnb.session.environment" if name == "debug_info" else "ddpnb.api"
+    return getattr(importlib.import_module(place), name)
 
 
 def __dir__() -> list[str]:

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from tests.lessons import SOLUTIONS, code_of
-from tests.programs import skip_or_fail
+from tests.programs import printed, skip_or_fail
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -198,6 +198,33 @@ def test_a_workflow_is_limited_pinned_and_names_what_exists(path: Path):
             assert set(re.findall(r"\bmake ([a-z-]+)", command)) <= targets, command
             for place in re.findall(r"(?:\.ci|docs|tests|benchmarks)/[\w/.-]+", command):
                 assert (ROOT / place).exists(), place
+
+
+def test_a_bug_report_names_versions_and_devices_but_nobody(tmp_path: Path):
+    for card in ("0", "1"):
+        file = tmp_path / f"root/proc/driver/nvidia/gpus/{card}/information"
+        file.parent.mkdir(parents=True)
+        file.write_text("Model: \t\t Tesla T4\nIRQ:   \t\t 33\n")
+    version = "NVRM version: NVIDIA UNIX Kernel Module  580.82.07  Wed\nGCC version: gcc 12.2.0 \n"
+    (tmp_path / "root/proc/driver/nvidia/version").write_text(version)
+    home = tmp_path / "home-of-alice" / "thesis"
+    home.mkdir(parents=True)
+    code = f"""import os, sys
+sys.modules["IPython"] = None
+os.environ |= dict(HOME={str(home.parent)!r}, USER="alice", KAGGLE_KERNEL_RUN_TYPE="Batch")
+os.chdir({str(home)!r})
+import ddpnb
+ddpnb.debug_info(root=__import__("pathlib").Path({str(tmp_path / "root")!r}))
+assert "torch" not in sys.modules"""
+    text = printed(code)
+    facts = dict(line.split(": ", 1) for line in text.splitlines())
+    assert facts.keys() >= {"ddpnb", "torch", "ipython", "ipykernel", "ipyparallel", "ipywidgets"}
+    assert facts["GPUs"] == "Tesla T4, Tesla T4"
+    assert facts["GPU driver"] == "580.82.07"
+    assert facts["frontend"] == "KAGGLE"
+    assert facts["stored runs"] == "data/runs"
+    for name in ("alice", "thesis", str(tmp_path)):
+        assert name not in text.lower(), text
 
 
 def test_every_file_and_room_that_the_architecture_names_is_there():
