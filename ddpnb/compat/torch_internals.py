@@ -267,10 +267,9 @@ def _described(entry: dict[str, Any]) -> PendingCollective:
 @Probe("torch", "on GPUs, ddpnb cannot end waits in sub-groups and in cells with `--check`")
 def lists_groups() -> bool:
     """Return True if torch lists all process groups of this rank, and the groups' backends."""
-    c10d: Any = torch._C._distributed_c10d
-    finds_backends = hasattr(c10d._ProcessGroupWrapper, "wrapped_pg")
-    finds_backends &= hasattr(ProcessGroup, "_device_types")
-    return finds_backends and isinstance(dist.distributed_c10d._world.pg_names, dict)
+    wrapper: Any = torch._C._distributed_c10d._ProcessGroupWrapper
+    wrapper.wrapped_pg, ProcessGroup._device_types  # noqa: B018  raise AttributeError
+    return isinstance(dist.distributed_c10d._world.pg_names, dict)
 
 
 def process_groups() -> list[Any]:

@@ -270,10 +270,7 @@ def preload(*, counts_gpus: bool = True) -> int:
 
 
 def num_gpus() -> int:
-    """Count this host's GPUs in a forked child, because CUDA must not start in this process.
-
-    Raises RuntimeError if the driver crashes or does not answer within ``COUNT_SECONDS``.
-    """
+    """Count this host's GPUs in a forked child, because CUDA must not start in this process."""
     if not may_have_gpus():
         return 0
     ours, theirs = Pipe()
@@ -288,10 +285,7 @@ def num_gpus() -> int:
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    raise RuntimeError(
-        "The GPU driver did not report the number of GPUs. Check the driver with nvidia-smi, or "
-        "use %ddp_start --device cpu."
-    )
+    raise RuntimeError("The GPU driver does not answer. Run nvidia-smi, or use --device cpu.")
 
 
 def main(kernel_fd: str, folder: str, *controller_arguments: str) -> None:

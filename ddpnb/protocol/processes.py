@@ -121,10 +121,8 @@ def ephemeral_ports() -> range:
 
 
 def may_have_gpus(root: Path = Path("/")) -> bool:
-    """Return True if this host has a GPU driver, from Linux or from Windows (WSL).
-
-    On a machine that has just started, ``/dev/nvidiactl`` may appear at the driver's first use.
-    """
+    """Return True if this host has a GPU driver, from Linux or from Windows (WSL)."""
+    # nvidiactl may be missing until a program uses the driver
     signs = ("dev/nvidiactl", "proc/driver/nvidia/version", "dev/dxg")
     return any((root / sign).exists() for sign in signs)
 

@@ -71,19 +71,17 @@ class TrainedModels:
         self._kept: dict[tuple[str, float], tuple[str, nn.Module]] = {}
         """Run id and model for each pair of strategy and learning rate."""
 
-    def keep(self, spec: RunSpec, model: object) -> None:
+    def keep(self, spec: RunSpec, model: nn.Module) -> None:
         """Keep a run's model, and drop the model of the strategy's previous repeat."""
         if spec.comparison != self._comparison:
             self._comparison = spec.comparison
             self._kept.clear()
-        if isinstance(model, nn.Module):
-            self._kept[spec.strategy, spec.learning_rate] = spec.run_id, model
+        self._kept[spec.strategy, spec.learning_rate] = spec.run_id, model
 
     def of(self, run_id: str) -> nn.Module:
         """Return the trained model of a run, on the CPU and without gradients."""
-        for kept_id, model in self._kept.values():
-            if kept_id == run_id:
-                return model
+        if (model := dict(self._kept.values()).get(run_id)) is not None:
+            return model
         raise UserError(
             "Rank 0 does not have this model. Rank 0 keeps only the models of the latest "
             "comparison's finished runs, and it loses these models if it restarts."

@@ -119,9 +119,8 @@ class _Stepper:
         self._ddp.register_comm_hook(own, _Stepper._send)
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(
-                    partial(_Stepper._note_gradient, own, name)
-                )
+                note = partial(_Stepper._note_gradient, own, name)
+                parameter.register_post_accumulate_grad_hook(note)
         if next(self._model.buffers(), None) is not None:
             self._ddp.register_forward_pre_hook(self._note_buffers)
             self._model.register_forward_pre_hook(self._note_buffers)
@@ -190,11 +189,9 @@ class _Stepper:
         self._buckets[index] = Bucket(names=names, num_bytes=num_bytes([bucket.buffer()]))
 
         def end(sent: torch.futures.Future[Tensor]) -> Tensor:
-            # Gloo runs this on its own thread, which has no stream.  An event of this thread would
-            # come after all kernels that the backward pass has queued meanwhile.
-            is_timed_by_host = self.ends is None and dist.get_backend() == "gloo"
-            ended = time.perf_counter() if is_timed_by_host else self.clock.moment()
-            self._sent[index] = begun, ended
+            # A CUDA event of gloo's thread would come after kernels that were queued meanwhile.
+            on_host = self.ends is None and dist.get_backend() == "gloo"
+            self._sent[index] = begun, time.perf_counter() if on_host else self.clock.moment()
             return sent.value()
 
         # type: the hook accepts None for the default group, which DDP uses here

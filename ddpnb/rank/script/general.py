@@ -1,7 +1,6 @@
 """The script for cells that need more than ``plain`` offers.  Runs on torchrun's ranks."""
 
 import inspect
-import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from itertools import islice
@@ -17,7 +16,7 @@ from torch.utils.data import default_collate as collate_fn
 
 from ddpnb.rank.script.cell import *
 from ddpnb.rank.script.names import seed_everything
-from ddpnb.rank.script.plain import load_checkpoint, save_checkpoint
+from ddpnb.rank.script.plain import join_group, load_checkpoint, save_checkpoint
 
 Numbers = dict[str, float]
 LossOf = Callable[[nn.Module, Any], Tensor]
@@ -161,9 +160,8 @@ def run(
     *measures: Callable[[nn.Module, Batches, LossOf], Numbers],
 ) -> None:
     """Train and evaluate on one of torchrun's ranks."""
-    dist.init_process_group()
+    device = join_group()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    device = f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
     (samples, collate), (held_out, collate_held_out) = load("train"), load("test")
     sampler: Any = DistributedSampler(samples, seed=SEED, drop_last=True)
     loader = DataLoader(

@@ -9,7 +9,8 @@ import torch
 rank = int(os.environ.get("RANK", "0"))
 local_rank = int(os.environ.get("LOCAL_RANK", "0"))
 world_size = int(os.environ.get("WORLD_SIZE", "1"))
-device = torch.device(f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu")
+local_gpu = local_rank % max(1, torch.cuda.device_count())
+device = torch.device(f"cuda:{local_gpu}" if torch.cuda.is_available() else "cpu")
 
 
 def seed_everything(seed: int) -> None:

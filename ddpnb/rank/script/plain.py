@@ -14,8 +14,8 @@ from ddpnb.rank.script.cell import *
 
 def save_checkpoint(step: int, *parts: Any) -> None:
     """On rank 0, replace the checkpoint by a new complete file.  Every rank takes part."""
-    random = [torch.empty(0)] * dist.get_world_size()
-    dist.all_gather_object(random, torch.get_rng_state())
+    state = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+    dist.all_gather_object(random := [None] * dist.get_world_size(), state)
     saved = {"step": step, "parts": [each.state_dict() for each in parts]}
     if dist.get_rank() == 0:
         torch.save(saved | {"random": random}, f"{CHECKPOINT}.tmp")
@@ -29,15 +29,26 @@ def load_checkpoint(*parts: Any) -> int:
     saved = torch.load(CHECKPOINT, map_location="cpu")
     for part, state in zip(parts, saved["parts"], strict=True):
         part.load_state_dict(state)
-    torch.set_rng_state(saved["random"][dist.get_rank()])
+    on_cpu, *on_gpus = saved["random"][dist.get_rank()]
+    torch.set_rng_state(on_cpu)
+    torch.cuda.set_rng_state_all(on_gpus[: torch.cuda.device_count()])
     return int(saved["step"])
+
+
+def join_group() -> str:
+    """Join torchrun's group, and return this rank's device."""
+    num_gpus = torch.cuda.device_count()
+    shares = num_gpus < int(os.environ["LOCAL_WORLD_SIZE"])
+    dist.init_process_group("gloo" if shares else None)  # NCCL: one rank per GPU
+    if num_gpus:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % num_gpus)
+    return "cuda" if num_gpus else "cpu"
 
 
 def main() -> None:
     """Train and evaluate on one of torchrun's ranks."""
-    dist.init_process_group()
+    device = join_group()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    device = f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
     samples = TensorDataset(*map(torch.as_tensor, data("train")))
     held_out = TensorDataset(*map(torch.as_tensor, data("test")))
     sampler: Any = DistributedSampler(samples, seed=SEED, drop_last=True)

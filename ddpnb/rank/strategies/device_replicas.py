@@ -112,8 +112,7 @@ class ThreadReplicas(Replicas):
             if self.worker.device.type == "cpu":
                 list(self.pool.map(Tensor.backward, outputs, slices))  # wait for all threads
             else:
-                # Autograd has one thread for a GPU, and runs this hook on it. Other threads would
-                # wait for the end of the hook.
+                # Autograd's only thread for a GPU runs this hook, so others would wait forever.
                 torch.autograd.backward(outputs, list(slices))
             self.sum_gradients()
 

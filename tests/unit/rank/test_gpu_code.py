@@ -1,18 +1,24 @@
 """What the code for GPUs does, as far as a machine without a GPU can show it."""
 
+import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.utils import backend_registration
 
+from ddpnb.cluster.placement import ClusterSpec, Host, place_ranks, torchrun_environment
 from ddpnb.rank.group import gpu_software
+from ddpnb.rank.script import names, plain
 from tests.programs import printed
 
 DEVICE = '''
-import numpy as np, torch
+import numpy as np, os, torch
 from types import SimpleNamespace
 from torch import nn
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -73,7 +79,8 @@ replicas = ThreadReplicas(worker)
 outputs = [model(full(n)) for n, model in enumerate(replicas.models, start=1)]
 loss = replicas.gather(outputs)
 (loss * loss).backward(Array(np.ones(4, np.float32)))
-print(worker.model.weight.grad.values.tolist())
+print(worker.model.weight.grad.values.tolist(), flush=True)
+os._exit(0)  # torch's thread for a device in Python may abort the process at a usual exit
 """
 
 
@@ -121,3 +128,46 @@ print(len(torch_internals.abortable()))
 def test_an_abort_reaches_the_backend_inside_the_wrapper_of_check():
     """In torch 2.11, ``abort`` and ``shutdown`` of the wrapper do nothing."""
     assert printed(CHECKED).split() == ["ProcessGroupGloo", "2"]
+
+
+@pytest.mark.parametrize("num_gpus", range(5))
+@pytest.mark.parametrize("num_ranks", range(1, 5))
+def test_a_script_places_its_ranks_as_a_cluster_does(monkeypatch, num_ranks: int, num_gpus: int):
+    """Two ranks use NCCL on two T4 (Kaggle), and share one T4 over gloo (Colab)."""
+    host = Host(num_cores=2, num_gpus=num_gpus)
+    placed, chosen = place_ranks(ClusterSpec(num_ranks=num_ranks), [host]), []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(dist, "init_process_group", chosen.append)
+    for rank, expected in enumerate(placed.devices):
+        chosen.clear()
+        monkeypatch.setattr(os, "environ", torchrun_environment(placed, rank))
+        kind = plain.join_group()
+        found = ":".join([kind, *map(str, chosen[1:])])
+        assert (found, chosen[0] or "nccl") == (expected, placed.backend)
+        assert str(importlib.reload(names).device) == expected
+
+
+def test_a_checkpoint_restores_the_random_numbers_of_the_gpus(monkeypatch, tmp_path: Path):
+    gpus = [torch.Generator() for _ in range(2)]  # as if they drew their numbers on two GPUs
+
+    def restore(states: list[torch.Tensor]) -> None:
+        for gpu, state in zip(gpus, states, strict=True):
+            gpu.set_state(state)
+
+    def drawn() -> list[float]:
+        return [torch.rand(1, generator=each).item() for each in (torch.default_generator, *gpus)]
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [g.get_state() for g in gpus])
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", restore)
+    monkeypatch.setattr(plain, "CHECKPOINT", str(tmp_path / "train.pt"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        plain.save_checkpoint(7, nn.Linear(2, 2))
+        before = drawn()
+        assert plain.load_checkpoint(nn.Linear(2, 2)) == 7
+    finally:
+        dist.destroy_process_group()
+    assert drawn() == before
