@@ -136,7 +136,9 @@ def place_ranks(
     """
     without = [host for host in hosts if not host.num_gpus]
     if without and not spec.is_on_cpu and (spec.device == "cuda" or len(without) < len(hosts)):
-        raise UserError(f"{_spoken(without[0])} has no GPU. Use --device cpu, or remove the host.")
+        host = without[0]
+        remedy = "Use --device cpu" + (", or remove the host." if host.name else ".")
+        raise UserError(f"{_spoken(host)} has no GPU with CUDA. {remedy}")
     on_gpus = not without and not spec.is_on_cpu
     fewest = 2 // len(hosts) or 1  # a single rank shows no communication
     sizes, devices, backends, host_of = [], [], [], list[int]()
