@@ -188,8 +188,8 @@ def reports_lost_peer(error: RuntimeError, text: str) -> bool:
 
 @Probe(
     "torch",
-    "ddpnb kills ranks that wait in a collective without end, because gloo without epoll ignores "
-    "that a connection ended",
+    "ddpnb kills ranks that wait in a collective without end, because gloo cannot end a wait on "
+    "this system",
 )
 def gloo_notices_ends() -> bool:
     """Return True if a wait in gloo ends when the wait's connection ends.

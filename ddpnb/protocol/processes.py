@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import fcntl
 import os
-import platform
 import shutil
 import signal
 import socket
@@ -33,8 +32,8 @@ def portable() -> bool:
 
 def missing_here() -> tuple[str, ...]:
     """Return a sentence about the features that ddpnb lacks in the portable way, if any."""
-    lost = "each rank imports torch itself, and bytes are computed instead of counted"
-    return (f"{platform.system()}: {lost}",) if portable() else ()
+    lost = "each rank imports torch, so ranks start more slowly; bytes are computed, not counted"
+    return (f"no forks on this system: {lost}",) if portable() else ()
 
 
 class KernelRequest(StrEnum):

@@ -102,7 +102,7 @@ def on_hosts(*num_gpus: int, **choices: str) -> Placement:
         ([0], {"device": "cuda"}, r"This machine has no GPU with CUDA. Use --device cpu\.$"),
         ([0], {"backend": "nccl"}, "This machine has 0 GPUs"),
         ([2], {"backend": "nccl"}, "has 2 GPUs for 3 ranks"),
-        ([3, 0], {"device": "cuda"}, "Host h1 has no GPU with CUDA. Use --device cpu, or remove the host"),
+        ([3, 0], {"device": "cuda"}, "Host h1 has no GPU with CUDA. Use --device cpu, or remove"),
         ([3, 0], {}, "Host h1 has no GPU"),
         ([3, 2], {"backend": "nccl"}, "Host h1 has 2 GPUs for 3 ranks"),
     ],
