@@ -43,6 +43,14 @@ def test_a_lesson_runs_and_its_solutions_are_right(path: Path, tmp_path: Path):
     )
 
 
+@pytest.mark.timeout(300)
+def test_the_notebook_for_colab_runs(tmp_path: Path):
+    cells = executed(NOTEBOOKS / "colab.ipynb", tmp_path).cells
+    pictures = [output for cell in cells for output in cell.get("outputs", ()) if "data" in output]
+    assert sum("image/png" in output.data for output in pictures) == 2
+    assert (tmp_path / "notebooks" / "emulated.html").exists()
+
+
 @pytest.fixture(scope="module")
 def three_ranks(kernel_of_module: Kernel) -> Kernel:
     kernel_of_module.run("%ddp_restart -n 3").passed  # noqa: B018 - raises if the cell failed
