@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pandas
 
-from tests.lessons import SOLUTIONS, read
+from tests.lessons import NOTEBOOKS, SOLUTIONS, read
 
 ROOT = Path(__file__).parents[1]
 BOUNDS = {
@@ -42,7 +42,7 @@ def pages() -> Iterator[str]:
 
 
 def lessons() -> Iterator[str]:
-    for path in SOLUTIONS:
+    for path in (*SOLUTIONS, NOTEBOOKS / "colab.ipynb"):
         yield from (
             _prose(cell.source) for cell in read(path).cells if cell.cell_type == "markdown"
         )
