@@ -38,6 +38,7 @@ STEPS = {
     "a cell without ranks": Step("%%ddp\n1", "UserError: No cluster is running. Start a cluster"),
     "start": Step("%ddp_start -n 2 --device cpu", "2 ranks ready", "text/html"),
     "status": Step("%ddp_status", "2 ranks of 2 alive"),
+    "environment": Step("import ddpnb\nprint(ddpnb.debug_info())", "ipykernel"),
     "print": Step("%%ddp\nprint('rank', rank)\nprint('ready')", r"\[1\] rank 1\n\[0-1\] ready"),
     "last value": Step("%%ddp\nrank * 10", r"\[1\] 10"),
     "one rank": Step("%%rank 1\nprint(rank)", r"^\[1\] 1$"),
