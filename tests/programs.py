@@ -1,6 +1,7 @@
 """Programs that tests run. pip does not install all of them."""
 
 import contextlib
+import importlib
 import os
 import shutil
 import subprocess
@@ -8,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+import IPython
 import pytest
 
 
@@ -24,6 +26,16 @@ def skip_or_fail(reason: str) -> NoReturn:
     if os.environ.get("CI") == "true":
         pytest.fail(reason)
     pytest.skip(reason)
+
+
+def development_package(name: str) -> Any:
+    """Import a package that tests need. Skip the test in an environment of older versions.
+
+    These environments, such as Colab's, have only the packages that ddpnb needs.
+    """
+    if IPython.version_info >= (9,):
+        return importlib.import_module(name)
+    return pytest.importorskip(name, reason=f"{name} is not installed with older versions")
 
 
 @contextlib.contextmanager

@@ -7,16 +7,20 @@ the thread forwards after the end of a cell would not appear in the cell.
 
 import contextlib
 import fcntl
+import inspect
 import os
 import select
 import sys
 import termios
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from ipykernel.iostream import OutStream
+from IPython.core.compilerop import CachingCompiler
 from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.ultratb import VerboseTB
 
 from ddpnb.compat.probe import Probe
 
@@ -66,6 +70,33 @@ def keep_no_results(shell: InteractiveShell) -> None:
         copy_output, format_error = KEPT_BY
         vars(shell)[copy_output] = lambda channel: contextlib.nullcontext()
         vars(shell)[format_error] = lambda error: {"ename": type(error).__name__}
+
+
+@Probe("IPython", "tracebacks from ranks show a temporary file name instead of the cell")
+def formats_frames() -> bool:
+    """Return True if tracebacks name the cell, or if ddpnb can make them name the cell."""
+    return hasattr(CachingCompiler, "format_code_name") or (
+        [*inspect.signature(VerboseTB.format_record).parameters]
+        == ["self", "frame", "file", "lnum", "func", "lines", "index"]
+    )
+
+
+def name_cells(shell: InteractiveShell, numbers: Mapping[str, int]) -> None:
+    """Make IPython 7's tracebacks name cells, such as ``Cell In[3], line 2``, as IPython 8 does.
+
+    ``numbers`` maps the file name of a cell's code to the number of the cell.
+    """
+    if hasattr(shell.compile, "format_code_name") or not formats_frames.works:
+        return
+    usual: Any = shell.InteractiveTB.format_record
+
+    def format_record(frame: Any, file: str, line: int, function: str, *source: Any) -> Any:
+        if (path := frame.f_code.co_filename) in numbers:
+            file = f"Cell In[{numbers[path]}], line {line}"
+            function = "?" if function.startswith("<cell line") else function  # "?" is left out
+        return usual(frame, file, line, function, *source)
+
+    vars(shell.InteractiveTB)["format_record"] = format_record
 
 
 class DescriptorStream(OutStream):

@@ -9,12 +9,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
-from IPython.core.completer import (
-    CompletionContext,
-    SimpleCompletion,
-    SimpleMatcherResult,
-    context_matcher,
-)
 from IPython.core.interactiveshell import InteractiveShell
 
 from ddpnb.course.exercises import HINTS
@@ -25,9 +19,6 @@ from ddpnb.protocol.catalogue import STRATEGIES, TASKS, Entry
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.trace import SHOWN, TRACE
 from ddpnb.session.session import this_session
-
-PRIORITY = 100
-"""The priority of ddpnb's matcher, which runs before IPython's matchers."""
 
 CELL = re.compile(r"\s*%%(?:rank[ \t]+(\d*)|ddp(?=[ \t]|$)(?:.*--ranks[ =](\d+))?)", re.MULTILINE)
 """Matches the magic of a cell that runs on ranks, and the first rank that the magic names."""
@@ -53,46 +44,49 @@ class Completion:
         self._kernel: Any = getattr(shell, "kernel", None)
 
     def install(self) -> None:
-        """Add ddpnb's matcher to IPython, and let ``inspect`` answer Shift+Tab in the kernel."""
-        self.remove()
-
-        @context_matcher(priority=PRIORITY)  # type: ignore[untyped-decorator]
-        def ddpnb_matcher(context: CompletionContext) -> SimpleMatcherResult:
-            return self.complete(context)
-
-        self._shell.Completer.custom_matchers.append(ddpnb_matcher)
+        """Let ``complete`` answer Tab and ``inspect`` answer Shift+Tab in the kernel."""
         if self._kernel is not None:
-            self._kernel.do_inspect = self.inspect
+            self._kernel.do_complete, self._kernel.do_inspect = self.complete, self.inspect
 
     def remove(self) -> None:
-        """Remove ddpnb from completion and from Shift+Tab; may be called twice."""
-        matchers = self._shell.Completer.custom_matchers
-        matchers[:] = [m for m in matchers if getattr(m, "__name__", "") != "ddpnb_matcher"]
+        """Let the kernel answer Tab and Shift+Tab again; may be called twice."""
         if self._kernel is not None:
+            vars(self._kernel).pop("do_complete", None)
             vars(self._kernel).pop("do_inspect", None)
 
-    def complete(self, context: CompletionContext) -> SimpleMatcherResult:
-        """Return completions from a rank, or completions for the line of a magic."""
-        lines = context.full_text.split("\n")[: context.cursor_line]
-        offset = sum(len(line) + 1 for line in lines) + context.cursor_position
-        asked = self._asked(context.full_text, offset)
-        fragment, found = "", list[SimpleCompletion]()
-        if asked is not None:
-            request = calls.complete(asked.source, asked.offset)
-            fragment, texts = this_session().answer_now(request, asked.rank) or ("", [])
-            found = [SimpleCompletion(text, type=kind) for text, kind in texts]
+    def complete(self, code: str, cursor_pos: int | None) -> Any:
+        """Answer a ``complete_request``, as ``IPythonKernel.do_complete`` does."""
+        end = len(code) if cursor_pos is None else cursor_pos
+        fragment, found = self._from_rank(code, end)
         if not found:
-            *words, fragment = context.line_with_cursor[: context.cursor_position].split(" ")
-            while words and not words[0].startswith("%"):  # skips "result =" in front of a magic
-                words.pop(0)
-            follow = following(self._magics, words, self._shell.user_ns, fragment) if words else ()
-            found = [each for each in follow if each.text.startswith(fragment)]
+            fragment, found = self._from_magic(code[:end].rpartition("\n")[2])
+        if not found:
+            return type(self._kernel).do_complete(self._kernel, code, cursor_pos)
+        begin = end - len(fragment)
+        kinds = [{**each._asdict(), "start": begin, "end": end} for each in found]
         return {
-            "completions": found,
-            "suppress": bool(found),
-            "matched_fragment": fragment,
-            "ordered": True,
+            "status": "ok",
+            "matches": [each.text for each in found],
+            "cursor_start": begin,
+            "cursor_end": end,
+            "metadata": {"_jupyter_types_experimental": kinds},
         }
+
+    def _from_rank(self, code: str, offset: int) -> "tuple[str, list[Match]]":
+        """Return the text that the completions of a rank replace, and the completions."""
+        if (asked := self._asked(code, offset)) is None:
+            return "", []
+        request = calls.complete(asked.source, asked.offset)
+        fragment, found = this_session().answer_now(request, asked.rank) or ("", [])
+        return fragment, [Match(text, kind) for text, kind in found]
+
+    def _from_magic(self, line: str) -> "tuple[str, list[Match]]":
+        """Return the last word of a magic's line, and the completions that may replace it."""
+        *words, fragment = line.split(" ")
+        while words and not words[0].startswith("%"):  # skips "result =" in front of a magic
+            words.pop(0)
+        follow = following(self._magics, words, self._shell.user_ns, fragment) if words else ()
+        return fragment, [each for each in follow if each.text.startswith(fragment)]
 
     def inspect(
         self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Sequence[str] = ()
@@ -125,6 +119,13 @@ class Completion:
         return Place(source[begin:], offset - begin, int(named) if named else None)
 
 
+class Match(NamedTuple):
+    """A completion, and the kind that a notebook shows beside it."""
+
+    text: str
+    type: str
+
+
 class Place(NamedTuple):
     """The place of the cursor in the source of a cell that runs on ranks."""
 
@@ -139,7 +140,7 @@ class Place(NamedTuple):
 
 def following(
     magics: object, words: list[str], namespace: dict[str, object], prefix: str
-) -> Iterator[SimpleCompletion]:
+) -> Iterator[Match]:
     """Yield the completions for a line of one of ddpnb's magics: first names, then options.
 
     ``words`` are the complete words of the line, ``prefix`` is the beginning of the next word, and
@@ -155,9 +156,9 @@ def following(
     with contextlib.suppress(UserError):  # the store cannot be read, or does not have the run
         found = values(words, prefix)
         kind, texts = found or names(name, namespace, prefix)
-        yield from (SimpleCompletion(text, type=kind) for text in texts)
+        yield from (Match(text, kind) for text in texts)
     if found is None:
-        yield from (SimpleCompletion(text, type="option") for text in flags(magic))
+        yield from (Match(text, "option") for text in flags(magic))
 
 
 Offered = tuple[str, Iterable[str]]

@@ -21,7 +21,7 @@ from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.options import options_of
 from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.reports.live import LiveFigureAndTable
+from ddpnb.reports.live import WIDGET_VIEW, LiveFigureAndTable
 from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.errors import ANSI, render_error
 from ddpnb.session.session import this_session
@@ -85,7 +85,8 @@ class Panel:
         """Show the panel under the current cell."""
         self._context = contextvars.copy_context()  # so that a click prints under this cell
         self._refresh()
-        display(self._root._repr_mimebundle_() | {"text/plain": WITHOUT_KERNEL}, raw=True)
+        view = {"version_major": 2, "version_minor": 0, "model_id": self._root.model_id}
+        display({WIDGET_VIEW: view, "text/plain": WITHOUT_KERNEL}, raw=True)
         self._output.appear("Click Run to train the selected strategies. The figure appears here.")
 
     def close(self) -> None:
@@ -166,4 +167,5 @@ class Panel:
 def _control(kind: Any, label: str, about: str, width: str = "18em", **traits: Any) -> Any:
     layout = {"width": width, "max_width": "99%", "margin": "2px 1em 2px 0"}
     style = {"description_width": "initial" if width == "auto" else "6em"}
-    return kind(description=label, tooltip=about, layout=layout, style=style, **traits)
+    tooltip = "tooltip" if hasattr(kind, "tooltip") else "description_tooltip"  # in ipywidgets 7
+    return kind(description=label, layout=layout, style=style, **{tooltip: about}, **traits)

@@ -30,7 +30,7 @@ from ddpnb.rank.collectives.trace import TraceRecorder
 from ddpnb.rank.engine import RankEngine, id_of
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.shell import questions
-from ddpnb.rank.stack import OWN_FOLDER, is_users
+from ddpnb.rank.stack import OWN_FOLDER, is_users, with_cell_names
 from ddpnb.rank.torchrun import process_of, run_script
 
 DRAIN_SECONDS = 0.2
@@ -179,7 +179,7 @@ def failure_of(error: BaseException, engine: RankEngine) -> Failure:
         rank=engine.group.rank,
         name=type(error).__name__,
         text=said_by(error),
-        traceback=tuple(traceback_of(error, engine.shell)),
+        traceback=tuple(with_cell_names(line) for line in traceback_of(error, engine.shell)),
         failed_at=time.time(),
         line=line_of(error),
         is_consequence=is_consequence(error),

@@ -171,7 +171,7 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     handlers = {
         RankCommand.ABORT: group.abort,
         RankCommand.ANSWER: engine.answers.put,
-        RankCommand.STATUS: lambda: asdict(rank_status(group, engine.shell)),
+        RankCommand.STATUS: lambda: asdict(rank_status(group)),
         RankCommand.STACK: users_stack,
         RankCommand.STOP: engine.stop_wanted.set,
     }

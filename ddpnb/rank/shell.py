@@ -21,9 +21,10 @@ from IPython.core.completer import provisionalcompleter, rectify_completions
 from IPython.core.debugger import Pdb
 from IPython.utils.tokenutil import token_at_cursor
 
-from ddpnb.compat.ipykernel_internals import keep_no_results
+from ddpnb.compat.ipykernel_internals import keep_no_results, name_cells
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellSpec, Prompt
+from ddpnb.rank.stack import CELLS
 
 CANNOT_ASK = (
     "A rank has no prompt here. For breakpoint() or input() on rank 1, start the cell with "
@@ -38,7 +39,15 @@ def prepare(shell: Any) -> None:
     """Adapt the IPython shell of a rank."""
     name_of_code = shell.compile.get_code_name
     own, common = f"ipykernel_{os.getpid()}", f"ipykernel_{os.getppid()}"
-    shell.compile.get_code_name = lambda *code: name_of_code(*code).replace(own, common)
+
+    def common_name(raw_code: str, transformed_code: str, number: int) -> str:
+        """Return the same name on every rank, so that equal tracebacks are shown once."""
+        name = str(name_of_code(raw_code, transformed_code, number)).replace(own, common)
+        CELLS[name] = number
+        return name
+
+    shell.compile.get_code_name = common_name
+    name_cells(shell, CELLS)
     shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)
     os.register_at_fork(after_in_child=write_to_descriptors)
     shell.autoawait = False  # because the engine's event loop already runs

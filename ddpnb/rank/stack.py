@@ -1,6 +1,7 @@
 """Finds the frames of the user's code on the call stack.  Runs on the ranks."""
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from itertools import islice
@@ -10,8 +11,8 @@ from typing import Final
 
 import torch
 
-CELLS = f"{os.sep}ipykernel_"
-"""Part of the file name that IPython gives to the code of each cell."""
+CELLS: dict[str, int] = {}
+"""Maps the file name that IPython gives to the code of a cell to the ``n`` of ``In [n]``."""
 BACKWARD = torch.autograd.backward.__code__.co_filename
 """Path of the torch file that starts a backward pass."""
 OWN_FOLDER = str(Path(__file__).parents[1])
@@ -38,6 +39,15 @@ def is_users(frame: FrameType) -> bool:
     return path != "<string>" and not path.startswith(OWN_FOLDER)
 
 
+def with_cell_names(text: str) -> str:
+    """Return lines of a traceback with ``File "Cell In[3]"`` instead of temporary file names."""
+
+    def name(file: re.Match[str]) -> str:
+        return f'"Cell In[{CELLS[file[1]]}]"' if file[1] in CELLS else file[0]
+
+    return re.sub('"([^"]+)"', name, text)
+
+
 def users_line() -> str:
     """Return the innermost line of the user's code, such as ``"line 3 of train.py, backward"``.
 
@@ -47,7 +57,7 @@ def users_line() -> str:
     for frame in islice(outward(sys._getframe(2)), MAX_FRAMES):
         file = frame.f_code.co_filename
         if is_users(frame):
-            script = "" if CELLS in file else f" of {os.path.basename(file)}"
+            script = "" if file in CELLS else f" of {os.path.basename(file)}"
             return f"line {frame.f_lineno}{script}{', backward' if in_backward else ''}"
         in_backward = in_backward or file == BACKWARD
     return ""

@@ -19,7 +19,6 @@ import time
 import traceback
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch.distributed as dist
 
@@ -27,7 +26,7 @@ from ddpnb.compat import torch_internals
 from ddpnb.protocol.processes import RankStatus
 from ddpnb.rank.collectives import sums
 from ddpnb.rank.group import Group
-from ddpnb.rank.stack import BACKWARD, is_users, outward
+from ddpnb.rank.stack import BACKWARD, CELLS, is_users, outward, with_cell_names
 from ddpnb.rank.training import loop
 
 FUTEX = {"x86_64": "202", "aarch64": "98"}
@@ -43,8 +42,8 @@ POINT_TO_POINT = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
 """Maps each call between two ranks to the name of the argument that gives the other rank."""
 
 
-def rank_status(group: Group, shell: Any) -> RankStatus:
-    """Return the status of this rank; ``shell`` is None while the engine starts."""
+def rank_status(group: Group) -> RankStatus:
+    """Return the status of this rank."""
     frames = main_thread_frames()
     in_shared_sum = in_file(frames, sums.__file__)
     call, peer = distributed_call(frames)
@@ -58,7 +57,7 @@ def rank_status(group: Group, shell: Any) -> RankStatus:
     call = call or ("all_reduce" if in_shared_sum else pending.name if pending else "")
     users = next(filter(is_users, frames), None)
     path = users.f_code.co_filename if users else ""
-    cell = cell_number(shell, path) if users else 0
+    cell = CELLS.get(path, 0)
     return RankStatus(
         rank=group.rank,
         is_busy=users is not None or in_file(frames, loop.__file__),
@@ -75,13 +74,6 @@ def rank_status(group: Group, shell: Any) -> RankStatus:
     )
 
 
-def cell_number(shell: Any, filename: str) -> int:
-    """Return ``n`` if IPython uses this file name for the code of ``In [n]``; otherwise 0."""
-    label, name = shell.compile.format_code_name(filename) or ("", "")
-    number = name.removeprefix("In[").removesuffix("]")
-    return int(number) if label == "Cell" and number.isdecimal() else 0
-
-
 def users_stack() -> list[str]:
     """Return the main thread's stack, one string per frame.
 
@@ -91,7 +83,8 @@ def users_stack() -> list[str]:
     frames = main_thread_frames()
     users = [n for n, frame in enumerate(frames, 1) if is_users(frame)]
     users = users or [n for n, frame in enumerate(frames, 1) if in_file([frame], loop.__file__)]
-    return traceback.format_stack(frames[0])[-users[-1] :] if users else []
+    stack = traceback.format_stack(frames[0])[-users[-1] :] if users else []
+    return [with_cell_names(each) for each in stack]
 
 
 def main_thread_frames() -> list[FrameType]:

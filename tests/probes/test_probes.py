@@ -6,6 +6,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+import IPython
 import pytest
 
 from ddpnb import compat
@@ -34,6 +35,9 @@ LOOKED_AT = {
     "shares_globals": "cloudpickle:Pickler.globals_ref",
     "reads_descriptors": "ipykernel.iostream:OutStream._watch_pipe_fd",
     "finds_buffers": "ipykernel.iostream:OutStream.write",
+    "formats_frames": "IPython.core.compilerop:CachingCompiler.format_code_name"
+    if IPython.version_info >= (8,)
+    else "IPython.core.ultratb:VerboseTB.format_record",
     "keeps_results": "IPython.core.interactiveshell:InteractiveShell._tee",
     "asks_for_debugger": "ipykernel:__path__",
     "gloo_notices_ends": "select:epoll",

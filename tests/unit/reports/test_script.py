@@ -13,6 +13,7 @@ from ddpnb.history.comparison import Comparison
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.reports.export.script import script, write_script
+from tests.programs import development_package
 
 PLAIN = """import torch
 from torch import nn
@@ -94,6 +95,7 @@ def test_a_cell_of_eight_lines_gives_a_script_of_a_hundred():
 def test_it_is_formatted_imports_once_and_needs_all_that_it_has(source: str, options, tmp_path):
     file = tmp_path / "train.py"
     file.write_text(text_of(source, **options))
+    development_package("ruff")
     ruff = [sys.executable, "-m", "ruff"]
     for words in (
         ["check", "--isolated", "--select=E4,E7,E9,F,I"],

@@ -1,12 +1,11 @@
 import json
 import pkgutil
 
-import grimp
 import pytest
 
 import ddpnb
 from ddpnb.protocol.errors import UserError
-from tests.programs import printed
+from tests.programs import development_package, printed
 
 HEAVY = ("torch", "matplotlib", "pandas", "scipy", "sklearn", "ipyparallel")
 
@@ -42,7 +41,7 @@ def test_a_name_of_the_ranks_says_where_it_works():
 
 
 def test_no_module_imports_itself_by_way_of_others():
-    graph = grimp.build_graph("ddpnb", cache_dir=None)
+    graph = development_package("grimp").build_graph("ddpnb", cache_dir=None)
     left = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     while leaves := [module for module, imported in left.items() if not imported & left.keys()]:
         for module in leaves:
