@@ -92,9 +92,11 @@ def name_cells(shell: InteractiveShell, numbers: Mapping[str, int]) -> None:
 
     def format_record(frame: Any, file: str, line: int, function: str, *source: Any) -> Any:
         if (path := frame.f_code.co_filename) in numbers:
-            file = f"Cell In[{numbers[path]}], line {line}"
-            function = "?" if function.startswith("<cell line") else function  # "?" is left out
-        return usual(frame, file, line, function, *source)
+            is_function = not function.startswith("<cell line")
+            file = f"Cell In[{numbers[path]}], line {line}" + "," * is_function
+            function = function if is_function else "?"  # IPython leaves "?" out
+        header, end, lines = usual(frame, file, line, function, *source).partition("\n")
+        return f"{header.rstrip()}{end}{lines}"
 
     vars(shell.InteractiveTB)["format_record"] = format_record
 

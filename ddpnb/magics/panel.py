@@ -13,7 +13,6 @@ from typing import Any, final
 
 import ipywidgets as widgets
 from IPython.core.interactiveshell import InteractiveShell
-from IPython.display import display
 
 from ddpnb.cluster.placement import MAX_RANKS, ClusterSpec
 from ddpnb.history.comparison import body_of, line_of
@@ -22,6 +21,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.options import options_of
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.live import WIDGET_VIEW, LiveFigureAndTable
+from ddpnb.reports.notebook import CELL, current_cell, show
 from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.errors import ANSI, render_error
 from ddpnb.session.session import this_session
@@ -83,10 +83,10 @@ class Panel:
 
     def show(self) -> None:
         """Show the panel under the current cell."""
-        self._context = contextvars.copy_context()  # so that a click prints under this cell
+        self._context.run(CELL.set, current_cell())  # so that a click prints under this cell
         self._refresh()
         view = {"version_major": 2, "version_minor": 0, "model_id": self._root.model_id}
-        display({WIDGET_VIEW: view, "text/plain": WITHOUT_KERNEL}, raw=True)
+        show({WIDGET_VIEW: view, "text/plain": WITHOUT_KERNEL})
         self._output.appear("Click Run to train the selected strategies. The figure appears here.")
 
     def close(self) -> None:

@@ -52,6 +52,7 @@ def prepare(shell: Any) -> None:
     os.register_at_fork(after_in_child=write_to_descriptors)
     shell.autoawait = False  # because the engine's event loop already runs
     shell.Completer.use_jedi = False  # Jedi's first answer takes a second
+    shell.Completer.backslash_combining_completions = False  # IPython 7 first lists all characters
     keep_no_results(shell)
     builtins.input = sys.breakpointhook = refuse
     end_cells_with_exit(shell)

@@ -40,12 +40,12 @@ def is_users(frame: FrameType) -> bool:
 
 
 def with_cell_names(text: str) -> str:
-    """Return lines of a traceback with ``File "Cell In[3]"`` instead of temporary file names."""
+    """Return lines of a traceback with ``Cell In[3]`` instead of a cell's temporary file name."""
 
     def name(file: re.Match[str]) -> str:
-        return f'"Cell In[{CELLS[file[1]]}]"' if file[1] in CELLS else file[0]
+        return f"{file[1]}Cell In[{CELLS[file[2]]}]" if file[2] in CELLS else file[0]
 
-    return re.sub('"([^"]+)"', name, text)
+    return re.sub(r'File (\x1b\[[\d;]*m|)"([^"]+)"', name, text)
 
 
 def users_line() -> str:

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,12 +9,11 @@ from functools import cache
 from operator import itemgetter
 from typing import Any, final
 
-from IPython.display import clear_output, display
-
 from ddpnb.reports.displays import Displays, label_of
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.live import LiveDisplay
 from ddpnb.reports.merging import HOLD_SECONDS, Item, OutputMerger, Run, Screen
+from ddpnb.reports.notebook import clear, show, write
 
 BAR_SECONDS = 0.2
 """Minimum number of seconds between two redraws of progress bars (tqdm)."""
@@ -115,7 +113,7 @@ class CellOutput:
         runs = self._merger.take(at_once=True)
         self._shown.clear()
         self._cleared_at = None
-        clear_output(wait=bool(runs))
+        clear(wait=bool(runs))
         self._on_clear()
         self._bars.appear()
         self._emit(runs)
@@ -154,7 +152,7 @@ class CellOutput:
             self._displays.show(ranks, bundle)
         else:
             write("stdout", f"{label}\n")
-            display(data, raw=True, metadata=bundle["metadata"] or {})
+            show(data, bundle["metadata"])
 
 
 @final
@@ -191,7 +189,7 @@ class PrintedLines:
         lines = [labelled(sorted(ranks), line) for line, ranks in self._lines.items()]
         num = max(self._num_more.values(), default=0)
         more = [f"... and {counted(num, 'more line')}"] if num else []
-        print("Printed by the cell:", *lines, *more, sep="\n")
+        write("stdout", "\n".join(["Printed by the cell:", *lines, *more, ""]))
 
     def _add(self, rank: int, items: Iterable[Item]) -> None:
         for _, line in items:
@@ -233,11 +231,3 @@ class Bars:
 def labelled(ranks: Sequence[int], text: str) -> str:
     """Return a line of text that begins with the label of its ranks: ``"[0-3] hello"``."""
     return f"{label_of(ranks)} {text}"
-
-
-def write(stream: str, text: str) -> None:
-    """Write text to the kernel's stdout or stderr, and flush it to keep both streams in order."""
-    if text:
-        file = sys.stderr if stream == "stderr" else sys.stdout
-        file.write(text)
-        file.flush()

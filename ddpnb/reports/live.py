@@ -1,20 +1,20 @@
 """Displays with content that changes: live figures, tables, progress bars.  Runs in the kernel."""
 
 import base64
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from html import escape
 from typing import Any, final
+from uuid import uuid4
 
 from IPython.core.getipython import get_ipython
-from IPython.display import DisplayHandle, display
 
 from ddpnb.history.comparison import Comparison
 from ddpnb.protocol.errors import summary_of
 from ddpnb.reports.formatting import title
 from ddpnb.reports.kit import Picture
+from ddpnb.reports.notebook import show, warn
 from ddpnb.reports.progress import Progress, progress_of
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
@@ -41,26 +41,22 @@ class LiveDisplay:
     """A display with replaceable content.  The display appears when ``show`` is first called."""
 
     def __init__(self) -> None:
-        self._handle: DisplayHandle | None = None
+        self._id = ""
         self._content: Bundle = NOTHING
 
     def appear(self) -> bool:
         """Also show the content under the current cell.  Return False if nothing was shown yet."""
-        if self._handle is None:
-            return False
-        self._handle.display(self._content, raw=True)
-        return True
+        if self._id:
+            show(self._content, name=self._id)
+        return bool(self._id)
 
     def show(self, bundle: Bundle, metadata: Mapping[str, Any] | None = None) -> None:
         """Replace the content with a MIME bundle.  This has no effect outside IPython."""
         if get_ipython() is None:
             return
         self._content = bundle
-        options = {"raw": True, "metadata": metadata or {}}
-        if self._handle is None:
-            self._handle = display(bundle, display_id=True, **options)
-        else:
-            self._handle.update(bundle, **options)
+        is_shown, self._id = bool(self._id), self._id or uuid4().hex
+        show(bundle, metadata, name=self._id, update=is_shown)
 
     def show_text(self, text: str) -> None:
         """Replace the content with a text."""
@@ -112,10 +108,9 @@ class Live(ABC):
         except Exception as error:  # noqa: BLE001  matplotlib may raise any error
             if not self._has_failed:
                 self._has_failed = True
-                print(
+                warn(
                     f"The figure cannot be drawn, because of this error: {summary_of(error)}. "
-                    "The training continues, and ddpnb stores its results.",
-                    file=sys.stderr,
+                    "The training continues, and ddpnb stores its results."
                 )
 
 
@@ -180,7 +175,7 @@ class LiveText(Live):
     def announce(self, text: str) -> None:
         """Print a text about the current work."""
         if text:
-            print(text, file=sys.stderr)
+            warn(text)
 
     def show_progress(self, comparison: Comparison) -> None:
         """Print the name of the current run, if it has just begun."""

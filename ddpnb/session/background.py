@@ -1,12 +1,12 @@
 """Supervises a cell or a comparison in a thread, while other cells run.  Runs in the kernel."""
 
-import contextvars
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Self
 
+from ddpnb.reports.notebook import CELL, Bundle, current_cell, write
 from ddpnb.session.errors import CellInterrupt, render_error
 
 
@@ -38,9 +38,8 @@ class Background(ABC):
 
         When the work ends, the thread calls ``on_end``.  Without ``on_end``, it prints any error.
         """
-        context = contextvars.copy_context()  # holds the cell that the output belongs to
-        run = self._run_in_thread, on_end
-        self._thread = threading.Thread(target=context.run, args=run, daemon=True)
+        run = current_cell(), on_end
+        self._thread = threading.Thread(target=self._run_in_thread, args=run, daemon=True)
         self._thread.start()
         return self
 
@@ -73,7 +72,8 @@ class Background(ABC):
         ending = "stopped" if self.was_stopped else "failed" if self.error else "finished"
         return f"<{self.what}: {ending}>"
 
-    def _run_in_thread(self, on_end: Callable[[Self], None] | None) -> None:
+    def _run_in_thread(self, cell: Bundle | None, on_end: Callable[[Self], None] | None) -> None:
+        CELL.set(cell)
         try:
             self._value = self.run()
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  wait() raises it
@@ -82,4 +82,4 @@ class Background(ABC):
         if on_end is not None:
             on_end(self)
         elif self.error is not None:
-            print(render_error(self.error))
+            write("stdout", f"{render_error(self.error)}\n")

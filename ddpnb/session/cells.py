@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from importlib.util import decode_source
 from pathlib import Path
 
-from IPython.display import display
-
 from ddpnb.cluster.call import CallEvent, Lost, Output, OutputEnded
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch
@@ -25,6 +23,7 @@ from ddpnb.reports.cell_output import CellOutput
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.inside.traces import TraceResult, joined
 from ddpnb.reports.live import Live, LiveFigureAndTable, live
+from ddpnb.reports.notebook import show_value, warn
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.session.background import Background
 from ddpnb.session.errors import (
@@ -95,6 +94,7 @@ class RunningCell(Background):
             handle=self._handle,
             tick=self._draw,
             timeout=options.timeout,
+            notify=warn,
         )
 
     def run(self) -> None:
@@ -181,7 +181,7 @@ class RunningCell(Background):
             backend=states[0].backend,
         )
         if not is_value:
-            display(self.trace)
+            show_value(self.trace)
 
     def _ending_error(self) -> BaseException | None:
         outcome = self._watch.outcome

@@ -1,6 +1,5 @@
 """Checks a comparison and prepares its runs.  Runs in the kernel."""
 
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -16,6 +15,7 @@ from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.cell_output import PrintedLines
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.live import Live
+from ddpnb.reports.notebook import warn
 from ddpnb.session.asking import ask
 from ddpnb.session.comparison_spec import ComparisonSpec, long_enough
 from ddpnb.session.errors import warn_stale
@@ -111,7 +111,7 @@ def _check_each(
                 raise
             left_out.setdefault(str(error), []).append(name)
     for why, names in left_out.items():
-        print(f"Not trained: {' and '.join(names)}. {why}", file=sys.stderr)
+        warn(f"Not trained: {' and '.join(names)}. {why}")
     return checked
 
 

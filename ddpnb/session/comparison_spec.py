@@ -15,6 +15,7 @@ from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.notation import parse_strategy
 from ddpnb.protocol.options import as_kind, check_options, option, read_options
 from ddpnb.protocol.training_options import TrainingSpec, make_training_spec
+from ddpnb.reports.notebook import write
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.session.variables import NotebookFunctions
 
@@ -155,8 +156,9 @@ def long_enough(specs: Sequence[RunSpec], num_epochs: float) -> tuple[RunSpec, .
     if num_epochs <= asked:
         return tuple(specs)
     rounded = math.ceil(num_epochs) if num_epochs > 10 else math.ceil(10 * num_epochs) / 10
-    print(
+    write(
+        "stdout",
         f"Training for {rounded:g} epochs instead of {asked:g}, so that each run takes at least "
-        f"{specs[0].min_seconds:g} s."
+        f"{specs[0].min_seconds:g} s.\n",
     )
     return tuple(replace(spec, num_epochs=float(rounded)) for spec in specs)

@@ -1,7 +1,6 @@
 """Shows failures of ranks: root cause first, equal failures once.  Runs in the kernel."""
 
 import re
-import sys
 from collections.abc import Collection, Mapping, Sequence
 
 from IPython.core.getipython import get_ipython
@@ -13,6 +12,7 @@ from ddpnb.cluster.wording import remedy, say
 from ddpnb.protocol.errors import OneLine, UserError
 from ddpnb.protocol.messages import REMEDIES, CellReport, Failure, StaleVariable
 from ddpnb.protocol.notation import spoken_ranks
+from ddpnb.reports.notebook import warn
 
 MISSING = re.compile(r"name '(\w+)' is not defined")
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -211,8 +211,7 @@ def _identity(failure: Failure) -> tuple[str, str, str]:
 def warn_stale(stale: Mapping[StaleVariable, Sequence[int]]) -> None:
     """Warn about each variable on the ranks that belongs to an aborted process group."""
     for variable, ranks in stale.items():
-        print(
+        warn(
             f"`{variable.name}` on {spoken_ranks(ranks)} belongs to an aborted process group. "
-            f"To fix this, {REMEDIES[variable.kind].format(name=variable.name)}.",
-            file=sys.stderr,
+            f"To fix this, {REMEDIES[variable.kind].format(name=variable.name)}."
         )

@@ -300,4 +300,4 @@ def this_session() -> Session:
 def this_cell_number() -> int:
     """Return the number ``n`` of the running notebook cell ``In [n]``."""
     shell = get_ipython()
-    return 0 if shell is None else shell.execution_count - 1  # counted up before the cell runs
+    return 0 if shell is None else shell.displayhook.prompt_count

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.protocol.processes import RankCommand
 from ddpnb.reports.cell_output import PrintedLines
 from ddpnb.reports.live import Live
+from ddpnb.reports.notebook import warn
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.session.background import Background
 from ddpnb.session.comparison_spec import ComparisonSpec
@@ -93,7 +93,7 @@ class RunningComparison(Background):
         if errors:
             (_, first), *others = errors.items()
             for name, other in others:
-                print(f"{name} also failed: {_cause_of(other)}", file=sys.stderr)
+                warn(f"{name} also failed: {_cause_of(other)}")
             raise first
         return result
 
@@ -130,9 +130,9 @@ class RunningComparison(Background):
             return False
         names = ", ".join(dict.fromkeys(rest))
         if self.cluster.lost is not None:
-            print(f"Not trained: {names}.", file=sys.stderr)
+            warn(f"Not trained: {names}.")
             return False
-        print(f"{failed} failed. ddpnb skips it and still trains {names}.", file=sys.stderr)
+        warn(f"{failed} failed. ddpnb skips it and still trains {names}.")
         self._replace_dead(failed)
         return True
 
@@ -152,6 +152,7 @@ class RunningComparison(Background):
             call=self.cluster.submit(calls.train(spec, None), self.cluster.ranks),
             handle=recovery.take,
             tick=lambda: self._tick(recovery, watch),
+            notify=warn,
             outcome=Outcome(survives=recovery.survives),
         )
         self._interrupt_at = math.inf
@@ -198,7 +199,7 @@ class RunningComparison(Background):
         except UserError as error:
             if not self.cluster.spans_hosts:
                 raise
-            print(f"{strategy}: {spoken_ranks(dead)} died. {error}", file=sys.stderr)
+            warn(f"{strategy}: {spoken_ranks(dead)} died. {error}")
             return False
         for rank in dead:
             self._send_functions(rank)
@@ -241,7 +242,7 @@ def clean_up(cluster: Cluster) -> None:
 def _print_replaced(strategy: str, dead: Collection[int]) -> None:
     if dead:
         now = f"ddpnb restarted {them(dead)} without variables"
-        print(f"{strategy}: {spoken_ranks(dead)} died, and {now}.", file=sys.stderr)
+        warn(f"{strategy}: {spoken_ranks(dead)} died, and {now}.")
 
 
 def _reports(outcome: Outcome) -> list[RunReport]:

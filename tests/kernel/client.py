@@ -135,7 +135,8 @@ class Kernel:
 
     def begin(self, source: str, *, allow_stdin: bool = False) -> Cell:
         """Send a cell without waiting for its end."""
-        request = self.client.execute(source, allow_stdin=allow_stdin)
+        # An error must not end the next cell. ipykernel 6 would abort it if it arrives soon.
+        request = self.client.execute(source, allow_stdin=allow_stdin, stop_on_error=False)
         self.cells[request] = Cell(request=request)
         return self.cells[request]
 

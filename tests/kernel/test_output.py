@@ -52,7 +52,7 @@ def test_bars_for_notebooks_are_text(kernel: Kernel, module: str):
 
 def test_a_widget_is_its_text(kernel: Kernel):
     cell = kernel.run("%%rank 0\nimport ipywidgets\nipywidgets.IntSlider(3)")
-    assert cell.text == "[0] IntSlider(value=3)\n"
+    assert cell.text.split() == ["[0]", "IntSlider(value=3)"]  # ipywidgets 7 starts a new line
 
 
 def test_a_display_may_change_on_one_rank_and_on_all(kernel: Kernel):
@@ -134,7 +134,8 @@ def test_much_output_keeps_its_order(kernel: Kernel):
         ("stdout", 300_005),
         ("stderr", 6),
     ]
-    kept = "'xxxx' in str(get_ipython().history_manager.outputs)"
+    # IPython stores outputs since version 9.
+    kept = "'xxxx' in str(getattr(get_ipython().history_manager, 'outputs', ''))"
     assert kernel.run(f"%%rank 0\nprint({kept})").by_rank == {0: ["False"]}
 
 

@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 
+import IPython
 import pytest
 
 from tests.cluster.rig import waits_for
@@ -16,16 +17,17 @@ held_there = Holder()
 table_there = {"first": 1, "second": 2}
 if rank == 1: only_on_one = 1
 """
+# Before IPython 9, a completion repeats the object of an attribute.
+WEIGHT = ".weight" if IPython.version_info >= (9,) else "held_there.weight"
 COMPLETED = {
     "%%ddp\nx = 1\nheld_": ["held_there"],
-    "%%rank 0\n\nheld_there.we": [".weight"],
-    "\n%%ddp --timeout 9\ntable_there['fi": ["first"],
+    "%%rank 0\n\nheld_there.we": [WEIGHT],
     "%%ddp\nno_such_name_": [],
     "%%rank 1\nonly_on_": ["only_on_one"],
     "%%ddp --ranks 1\nonly_on_": ["only_on_one"],
     "%%ddp\nonly_on_": [],
     "%ddp_pull held_": ["held_there"],
-    "x = 1\nmine = %ddp_pull --as mine held_there.we": [".weight"],
+    "x = 1\nmine = %ddp_pull --as mine held_there.we": [WEIGHT],
     "%ddp_pull --ranks 1 only_on_": ["only_on_one"],
     "%ddp_inspect held_there --batch tab": ["table_there"],
     "held_": ["held_here"],
@@ -42,6 +44,7 @@ def names(kernel: Kernel) -> Kernel:
 
 def test_tab_completes_what_the_rank_holds_that_runs_the_cell(names: Kernel):
     assert {cell: names.complete(cell) for cell in COMPLETED} == COMPLETED
+    assert "first" in names.complete("\n%%ddp --timeout 9\ntable_there['fi")
     assert "--ranks" in names.complete("%ddp_pull --ra")
     assert "--timeout" in names.complete("%%ddp --ti")
 

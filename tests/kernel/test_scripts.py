@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import IPython
 import pytest
 
 from tests.cluster.rig import ALL_REDUCE
@@ -140,7 +141,10 @@ def test_a_failure_shows_the_scripts_lines(kernel: Kernel, folder: Path):
     cell = kernel.run("%ddp_run src/train.py --do raise")
     assert cell.error_text.startswith("RankError: rank 1 failed: ValueError: on purpose")
     raising = line_of("raise ValueError")
-    assert f"File {folder / 'src' / 'train.py'}:{raising}, in main()" in cell.error_text
+    is_old = IPython.version_info < (8,)  # it shows the number only in front of the line
+    place = "train.py in main()" if is_old else f"train.py:{raising}, in main()"
+    assert f"{folder}/src/{place}" in cell.error_text
+    assert f"> {raising} " in cell.error_text
     assert "ddpnb/" not in cell.error_text
 
 
@@ -215,6 +219,6 @@ def test_an_interrupt_as_it_ends_leaves_the_ranks_as_they_were(kernel: Kernel, f
 
 
 def test_the_path_is_completed(kernel: Kernel, folder: Path):
-    assert kernel.kinds("%ddp_run sr")["src/"] == "path"
+    assert kernel.kinds("%ddp_run sr")["src/"] in ("path", "<unknown>")  # unknown in IPython 7
     assert "src/train.py" in kernel.complete("%ddp_run -i src/tr")
     assert "--timeout" in kernel.complete("%ddp_run --tim")

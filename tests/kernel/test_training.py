@@ -82,7 +82,7 @@ class Fragile(nn.Linear):
     cell = kernel.run(line.replace("compare ddp", "compare ddp --no-baseline"))
     assert "RuntimeError: boom" in cell.error_text.splitlines()[0]
     assert cell.error_text.count("RuntimeError: boom") == 1
-    assert "in Fragile.forward" in cell.error_text
+    assert re.search(r"in (Fragile\.)?forward\(", cell.error_text)  # IPython 7 omits the class
     assert "torch/nn" not in cell.error_text
 
 
