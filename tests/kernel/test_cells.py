@@ -211,7 +211,7 @@ def test_a_cell_can_go_on_in_the_background(kernel: Kernel, tmp_path: Path):
     assert "aside" in cell.stderr
     assert "<b>all</b>" in cell.bundles("text/html")
     kernel.run("handle")
-    assert cell.by_rank == both(*(f"tick {i}" for i in range(4)))
+    assert cell.by_rank == both(*(f"tick {i}" for i in range(4)), "")
     assert kernel.run("handle").text == "<cell on ranks 0-1: finished>"
 
 
