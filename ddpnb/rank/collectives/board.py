@@ -21,9 +21,8 @@ from ddpnb.protocol.processes import portable
 
 NUM_CALLS: Final = 512
 """Maximum number of calls by which one rank may be ahead of another rank."""
-_PLACE: Final = struct.Struct("<qdd")
-_CHECKSUM: Final = struct.Struct("<I")
-_PLACE_BYTES: Final = _PLACE.size + _CHECKSUM.size
+_POSTED: Final = struct.Struct("<qdd")
+_PLACE: Final = struct.Struct("<qddI")
 _POLL_SECONDS: Final = 5e-5
 
 
@@ -68,27 +67,24 @@ class Board:
         self._path = path
         self._num_places = num_places
         self._check = check
-        self._map = mapped_file(path, NUM_CALLS * num_places * _PLACE_BYTES)
+        self._map = mapped_file(path, NUM_CALLS * num_places * _PLACE.size)
 
     def post(self, number: int, place: int, ready: Ready) -> None:
         """Write the times at which a rank was ready for a call.
 
         A rank that reads the times also sees all that this rank wrote to shared memory before.
         """
-        written = _PLACE.pack(number + 1, *ready)
+        checksum = zlib.crc32(_POSTED.pack(number + 1, *ready))
         keep_order()
-        offset = self._offset(number, place)
-        checksum = _CHECKSUM.pack(zlib.crc32(written))
-        self._map[offset : offset + _PLACE_BYTES] = written + checksum
+        _PLACE.pack_into(self._map, self._offset(number, place), number + 1, *ready, checksum)
 
     def read(self, number: int, place: int) -> Ready:
         """Wait until a rank has posted the times at which it was ready, and return these times."""
         offset = self._offset(number, place)
         while True:
-            found = self._map[offset : offset + _PLACE_BYTES]
-            posted, first, last = _PLACE.unpack_from(found)
-            (checksum,) = _CHECKSUM.unpack_from(found, _PLACE.size)
-            if posted == number + 1 and checksum == zlib.crc32(found[: _PLACE.size]):
+            found = self._map[offset : offset + _PLACE.size]
+            posted, first, last, checksum = _PLACE.unpack(found)
+            if posted == number + 1 and checksum == zlib.crc32(found[: _POSTED.size]):
                 keep_order()
                 return first, last
             self._check()
@@ -101,4 +97,4 @@ class Board:
             self._path.unlink(missing_ok=True)
 
     def _offset(self, number: int, place: int) -> int:
-        return (number % NUM_CALLS * self._num_places + place) * _PLACE_BYTES
+        return (number % NUM_CALLS * self._num_places + place) * _PLACE.size
