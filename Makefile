@@ -105,8 +105,8 @@ bench-quick: $(STAMP)
 soak: $(STAMP)  ## Run errors, kills and restarts for ten minutes (benchmarks/README.md)
 	$(BIN)/python -m benchmarks soak
 
-gpu: $(STAMP)  ## Test and measure on GPUs, and write build/gpu/report.html
-	$(BIN)/python -m benchmarks.gpu_day
+gpu: $(STAMP)  ## Test and measure on GPUs in MINUTES=14, and write build/gpu/report.json
+	$(BIN)/python -m benchmarks.gpu_day $(if $(MINUTES),--minutes $(MINUTES))
 
 clean:  ## Remove .venv, build and dist
 	rm -rf $(VENV) build dist

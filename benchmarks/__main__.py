@@ -7,6 +7,7 @@ Without a name it runs ``versus``, as ``make bench`` does.  Options follow a col
 import importlib
 import re
 import sys
+from collections.abc import Iterable
 
 from benchmarks.measure import HEAD, Figure
 from benchmarks.table import keep, write
@@ -17,18 +18,19 @@ def main(words: list[str]) -> None:
     for word in words or ["versus"]:
         name, _, given = word.partition(":")
         options = dict(part.split("=", 1) for part in given.split(",") if part)
-        figures = _measure(name, options)
-        for figure in figures:
+        figures: list[Figure] = []
+        for figure in _measure(name, options):  # a benchmark may be killed before its last figure
+            figures.append(figure)
             print(figure.row(), flush=True)
-        if figures:
-            print(keep(re.sub(r"[:=,]", "-", word), figures))
+            keep(re.sub(r"[:=,]", "-", word), figures)
 
 
-def _measure(name: str, options: dict[str, str]) -> list[Figure]:
+def _measure(name: str, options: dict[str, str]) -> Iterable[Figure]:
     """Run one benchmark; each option is converted to the type of its parameter."""
     function = importlib.import_module(f"benchmarks.{name}").measure
     kinds = function.__annotations__
-    return list(function(**{key: kinds[key](value) for key, value in options.items()}))
+    found: Iterable[Figure] = function(**{key: kinds[key](value) for key, value in options.items()})
+    return found
 
 
 if sys.argv[1:] == ["table"]:

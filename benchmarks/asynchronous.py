@@ -4,7 +4,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,9 @@ def exchange_ms(
         return ParameterStore(copies, worker.make_optimizer)
 
     taken = []
-    with closing(Client(worker, 2, make_store, timeout_seconds=60)) as client:
+    with ExitStack() as opened:
+        client = Client(worker, 2, make_store, opened, timeout_seconds=60)
+        opened.callback(client.close)
         client.begin()
         gradients = [torch.ones_like(each) for each in worker.parameters]
         for _ in range(rounds if state.rank == 1 else 0):

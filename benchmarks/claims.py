@@ -120,7 +120,7 @@ def compared(
         strategies=PAIR, training=training, num_repeats=num_repeats, baseline=False
     )
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        made = prepare(cluster, store, spec, Unseen())  # type: ignore[arg-type]
+        made = prepare(cluster, store, spec, Unseen())
         if slow:
             made.specs = tuple(
                 replace(each, slow=(slow,)) if each.strategy == PAIR[1] else each

@@ -17,8 +17,8 @@ from ddpnb.history.rows import EVENT
 from ddpnb.history.store import Store
 from ddpnb.protocol.messages import NO_STALENESS, EventBatch, RunHeader, RunSpec
 from ddpnb.reports.figures.figure import draw
+from ddpnb.reports.kit import Picture
 from ddpnb.reports.live import MAX_PAUSE_SECONDS, MAX_SHARE, REDRAW_SECONDS
-from ddpnb.reports.result import Picture
 
 STRATEGIES = ("single", "dp", "ddp", "async")
 NUM_REPORTING = {"single": 1, "dp": 1, "ddp": 2, "async": 2}

@@ -25,7 +25,8 @@ from benchmarks.measure import Figure
 from benchmarks.rank_calls import rank_calls
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState, StepEvent
-from ddpnb.rank.meter import Meter
+from ddpnb.rank.collectives.intercept import listening
+from ddpnb.rank.meter import Account, Meter
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.tasks import digits
@@ -36,8 +37,6 @@ from ddpnb.session.session import this_session
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "waiting")
 SHARING = ("ddp", "async", "hogwild", "no-comm")
-NEEDS_GPU = "These benchmarks need a GPU, and this machine has none. They measured nothing."
-NEEDS_TWO = "Skipped: comparing ddp over NCCL with dp and single needs 2 GPUs. This machine has 1."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,33 +49,31 @@ class Work:
 
 
 WORKS = (
-    Work(task="digits", batch_size=256, epochs=60),
-    Work(task="synthetic:parameters=11000000,compute=20", batch_size=256, epochs=10),
+    Work(task="digits", batch_size=256, epochs=20),
+    Work(task="synthetic:parameters=11000000,compute=20", batch_size=256, epochs=3),
 )
 
 
 def measure(
-    device: str = "cuda", works: Sequence[Work] = WORKS, num_repeats: int = 5
-) -> list[Figure]:
+    device: str = "cuda", works: Sequence[Work] = WORKS, num_repeats: int = 3
+) -> Iterator[Figure]:
     num_gpus = torch.cuda.device_count()
     if device == "cuda" and num_gpus == 0:
-        print(NEEDS_GPU)
-        return []
-    figures = []
+        return print("These benchmarks need a GPU, and this machine has none.")
+    yield _timing(device, num_repeats)
     with _elsewhere():
-        with _started(2, device, "gloo"):
-            figures += [row for work in works for row in _sharing(work, num_repeats)]
         with _started(1, device):
             for work in works:
-                figures += [_against_single("ddp", work, num_repeats, ">= 0.97")]
-                figures += [_against_single("dp", work, num_repeats)]
-            figures.append(_bf16(works[-1], num_repeats))
+                yield _against_single("ddp", work, num_repeats, ">= 0.97")
+                yield _against_single("dp", work, num_repeats)
+            yield _bf16(works[-1], num_repeats)
         if num_gpus < 2:
-            print(NEEDS_TWO)
+            print("Skipped: comparing ddp over NCCL with dp and single needs 2 GPUs.")
         else:
             with _started(num_gpus, device):
-                figures += [row for work in works for row in _several(work, num_repeats)]
-    return [*figures, _timing(device, num_repeats)]
+                yield from (row for work in works for row in _several(work, num_repeats))
+        with _started(2, device, "gloo"):
+            yield from (row for work in works for row in _sharing(work, num_repeats))
 
 
 @contextlib.contextmanager
@@ -245,7 +242,7 @@ def _strategy(device: torch.device, folder: Path, timer: Clock | None) -> Strate
             num_steps=1,
             folder=folder,
             name="bench",
-            meter=Meter(timer),
+            meter=timer or Meter(),
         )
     )
     return strategy
@@ -257,12 +254,13 @@ def _rate(
     began = time.perf_counter()
     if clock is not None:
         clock.start()
-    for _ in range(num_steps):
-        loss = strategy.step(batch)
-        if clock is not None:
-            clock.timing(StepEvent(num_samples=batch.num_samples), {"loss": loss})
-        elif device.type == "cpu":
-            loss.item()
+    with contextlib.nullcontext() if clock is None else listening(Account(clock)):
+        for _ in range(num_steps):
+            loss = strategy.step(batch)
+            if clock is not None:
+                clock.timing(StepEvent(num_samples=batch.num_samples), {"loss": loss})
+            elif device.type == "cpu":
+                loss.item()
     if clock is not None:
         clock.stop()
     if device.type == "cuda":

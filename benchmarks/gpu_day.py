@@ -1,27 +1,30 @@
 """Runs all tests and benchmarks for GPUs on this machine: ``make gpu``.
 
-Every test with the marker ``gpu`` and every benchmark runs in a separate process with a time limit.
-A step that hangs or crashes does not stop the next step.  The results are ``report.html`` and
-``report.json`` in ``build/gpu``.
+Every test in ``tests/gpu`` and every benchmark runs in a separate process with a time limit, so a
+step that hangs or crashes does not stop the next step.  No step needs a network.  After each step,
+``build/gpu/report.json`` has the outcomes of all steps so far.
 """
 
+import argparse
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from html import escape
 from pathlib import Path
 
+from benchmarks.peers import PEERS, is_installed
 from benchmarks.table import machine
-from ddpnb.reports.kit import page
 
-FOLDER = Path("build/gpu")
-LIMIT_SECONDS = 300
+REPORT = Path("build/gpu/report.json")
+LIMIT_SECONDS = 120
+LEAST_SECONDS = 10
+"""A step does not begin if less time is left."""
 TAIL = 8000
 """The number of characters that the report keeps of a step's output."""
 
@@ -33,8 +36,6 @@ class Step:
     name: str
     command: Sequence[str]
     limit: float = LIMIT_SECONDS
-    num_gpus: int = 1
-    """The number of GPUs that the step needs."""
 
 
 @dataclass(frozen=True)
@@ -47,26 +48,23 @@ class Outcome:
     output: str = ""
 
 
-def run(step: Step, num_gpus: int) -> Outcome:
+def run(step: Step, seconds_left: float) -> Outcome:
     """Run a step and return its outcome; after the time limit, kill its process group."""
-    if num_gpus < step.num_gpus:
-        return Outcome(step.name, "skipped: " + ("no GPU" if num_gpus == 0 else "needs two GPUs"))
-    began = time.monotonic()
-    process = subprocess.Popen(
-        step.command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=step.limit)
-        state = _state(process.returncode, output)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        state = f"failed: not within {step.limit:g} s"
+    if seconds_left < LEAST_SECONDS:
+        return Outcome(step.name, "skipped: no time left")
+    began, limit = time.monotonic(), min(step.limit, seconds_left)
+    with tempfile.TemporaryFile("w+", errors="replace") as file:
+        process = subprocess.Popen(
+            step.command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            code = None
+        file.seek(0)
+        output = file.read()
+    state = f"failed: not within {limit:.0f} s" if code is None else _state(code, output)
     return Outcome(step.name, state, time.monotonic() - began, output[-TAIL:])
 
 
@@ -80,49 +78,43 @@ def _state(code: int, output: str) -> str:
 def steps() -> Iterator[Step]:
     """Yield one step for each test, then the benchmarks."""
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist"]
-    collect = [*pytest, "-m", "gpu", "--collect-only"]
+    collect = [*pytest, "--collect-only", "tests/gpu"]
     listed = subprocess.run(collect, capture_output=True, text=True, check=False, timeout=120)
+    if listed.returncode:
+        sys.exit(listed.stdout)
     for name in listed.stdout.splitlines():
         if "::" in name:
             yield Step(name.partition("::")[2], [*pytest, "-rs", name])
-    yield Step("benchmarks on GPUs", [sys.executable, "-m", "benchmarks", "gpu"], 1800)
-    on_cpu = ["env", "CUDA_VISIBLE_DEVICES="]
-    quick = [*on_cpu, sys.executable, "-m", "benchmarks", "versus:quick=1"]
+    benchmarks = [sys.executable, "-m", "benchmarks"]
+    yield Step("benchmarks on GPUs", [*benchmarks, "gpu"], 1800)
+    peers = "+".join(each.name for each in PEERS if is_installed(each) and "," not in each.name)
+    quick = ["env", "CUDA_VISIBLE_DEVICES=", *benchmarks, f"versus:quick=1,peers={peers}"]
     yield Step("comparison with other tools, on this machine's CPU", quick, 900)
 
 
-def report(outcomes: Sequence[Outcome], about: dict[str, str]) -> None:
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    content = {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": about,
-        "steps": [asdict(each) for each in outcomes],
-    }
-    (FOLDER / "report.json").write_text(json.dumps(content, indent=1) + "\n")
-    rows = "".join(
-        f"<tr><td>{escape(each.name)}</td><td>{escape(each.state)}</td>"
-        f"<td>{each.seconds:.1f} s</td><td><details><summary>output</summary>"
-        f"<pre>{escape(each.output)}</pre></details></td></tr>"
-        for each in outcomes
-    )
-    stated = escape(", ".join(f"{key} {value}" for key, value in about.items()))
-    body = f"<h1>ddpnb on GPUs</h1><p>{content['date']}: {stated}</p><table>{rows}</table>"
-    (FOLDER / "report.html").write_text(page("ddpnb on GPUs", body))
-
-
-def main(todo: Sequence[Step], num_gpus: int, about: dict[str, str]) -> list[Outcome]:
-    """Run all steps, and write the report after each step."""
+def main(
+    todo: Iterable[Step], num_gpus: int, about: dict[str, str], minutes: float = 14.0
+) -> list[Outcome]:
+    """Run all steps that fit into so many minutes, and write the report after each step."""
+    end = time.monotonic() + 60 * minutes
     outcomes: list[Outcome] = []
+    content = {"date": time.strftime("%Y-%m-%d"), "machine": about}
+    REPORT.parent.mkdir(parents=True, exist_ok=True)
     for step in todo:
-        outcomes.append(run(step, num_gpus))
+        no_gpu = Outcome(step.name, "skipped: no GPU")
+        outcomes.append(run(step, end - time.monotonic()) if num_gpus else no_gpu)
         print(f"{outcomes[-1].state:12} {step.name}", flush=True)
-        report(outcomes, about)
-    print(f"The report is {FOLDER / 'report.html'}. Please commit report.json.")
+        written = json.dumps(content | {"steps": [asdict(each) for each in outcomes]}, indent=1)
+        REPORT.write_text(f"{written}\n")
+    print(f"The report is {REPORT}. It has the output of each step.")
     return outcomes
 
 
 if __name__ == "__main__":
     import torch
 
-    found = main(list(steps()), torch.cuda.device_count(), machine())
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=14.0, help="maximum time of all steps")
+    minutes = parser.parse_args().minutes
+    found = main(steps(), torch.cuda.device_count(), machine(), minutes)
     sys.exit(any(each.state.startswith("failed") for each in found))

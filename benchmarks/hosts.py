@@ -194,7 +194,7 @@ def compared(
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()),
     ):
-        runs = prepare(cluster, store, spec, Unseen()).run().comparison.runs  # type: ignore[arg-type]
+        runs = prepare(cluster, store, spec, Unseen()).run().comparison.runs
     rates: dict[str, list[float]] = {name: [] for name in names}
     for run in runs:
         assert run.spec is not None

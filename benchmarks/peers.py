@@ -234,13 +234,18 @@ PEERS = (
 )
 
 
+def is_installed(peer: Peer) -> bool:
+    """Return True if a peer needs no package, or if ``environment`` has installed its packages."""
+    return not peer.packages or (ENVIRONMENTS / peer.packages[0] / "installed").exists()
+
+
 def environment(peer: Peer) -> str:
     """Make a peer's environment once, and return its Python; raise CannotError if pip fails."""
     if not peer.packages:
         return sys.executable
     folder = ENVIRONMENTS.absolute() / peer.packages[0]
     python = folder / "bin" / "python"
-    if not (folder / "installed").exists():
+    if not is_installed(peer):
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         [own] = (folder / "lib").glob("python*/site-packages")
@@ -358,7 +363,7 @@ class NotebookOf:
 
     @property
     def kernel_pid(self) -> int:
-        return int(self._manager.provisioner.pid)  # type: ignore[union-attr]
+        return int(self._manager.provisioner.pid)
 
     def close(self) -> None:
         """End the kernel and all processes that remain; a second call has no effect."""

@@ -30,6 +30,7 @@ def rank_calls(num_ranks: int) -> Iterator[Callable[..., list[Any]]]:
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(rank, num_ranks, folder, rendezvous, theirs))
         process.start()
+        theirs.close()  # a rank that dies then ends the wait for its answer
         pipes.append(ours)
         processes.append(process)
 

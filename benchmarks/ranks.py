@@ -5,6 +5,7 @@
 
 import statistics
 import textwrap
+from typing import Any
 
 from benchmarks.kernel import kernel
 from benchmarks.measure import Figure
@@ -83,7 +84,7 @@ def measure(nums: str = "") -> list[Figure]:
     figures = []
     for num in [int(each) for each in nums.split("+") if each] or NUMS:
         with kernel() as fresh:
-            taken = fresh.value(STEPS.format(num=num))
+            taken: Any = fresh.value(STEPS.format(num=num))
         for name, pairs in taken.items():
             seconds, processor = zip(*pairs, strict=True)
             used = statistics.median(processor)

@@ -159,7 +159,7 @@ class Trainer:
                 num_steps=1,
                 folder=folder,
                 name="bench",
-                meter=Meter(self.clock),
+                meter=self.clock or Meter(),
             )
         )
 
