@@ -5,12 +5,11 @@ measures all programs on the CPUs on which this kernel may run.
 """
 
 import contextlib
-import math
 import time
 
 import psutil
 
-from ddpnb.protocol.cores import quota, usable_cpus
+from ddpnb.protocol.cores import busy_seconds, quota, usable_cpus
 
 LEAST_SHARE = 0.2
 """If other programs use at least this share of the cores, the result warns about them."""
@@ -20,25 +19,25 @@ class OtherPrograms:
     """Measures, from its creation on, the CPU time of programs except this kernel's processes."""
 
     def __init__(self) -> None:
-        self._quota, self._cpus = quota(), usable_cpus()
-        self._has_account = math.isfinite(self._quota.num_cores) and self._quota.busy_seconds > 0
+        self._num_cores, self._group = quota()
+        self._has_quota = busy_seconds(self._group) > 0
+        self._cpus = usable_cpus()
         self._began = time.monotonic()
         self._before = self._busy_seconds() - _own_seconds()
 
     def share(self) -> float:
         """Return the share of the available cores that others have used, between 0 and 1."""
         used = self._busy_seconds() - _own_seconds() - self._before
-        num = self._quota.num_cores if self._has_account else len(self._cpus)
-        cores = (time.monotonic() - self._began) * num
-        return min(max(used / cores, 0.0), 1.0) if cores > 0 else 0.0
+        num = self._num_cores if self._has_quota else len(self._cpus)
+        return min(max(used / ((time.monotonic() - self._began) * num or 1), 0.0), 1.0)
 
     def _busy_seconds(self) -> float:
-        if self._has_account:
-            return self._quota.busy_seconds
-        every = psutil.cpu_times(percpu=True)
-        are_numbered = max(self._cpus) < len(every)  # a container may list only its own CPUs
-        chosen = [every[cpu] for cpu in self._cpus] if are_numbered else every
-        return float(sum(sum(t[:8]) - t.idle - getattr(t, "iowait", 0.0) for t in chosen))
+        if self._has_quota:
+            return busy_seconds(self._group)
+        cpus = psutil.cpu_times(percpu=True)
+        if max(self._cpus) < len(cpus):  # otherwise a container lists only its own CPUs
+            cpus = [cpus[cpu] for cpu in self._cpus]
+        return float(sum(sum(t[:8]) - t.idle - getattr(t, "iowait", 0.0) for t in cpus))
 
 
 def disturbance(share: float, num_ranks: int) -> str:
