@@ -5,10 +5,15 @@ kernel is killed, and lets two notebooks write in turns.  Steps are stored as th
 rows, other data as JSON.  The store never uses pickle, so that reading a run never runs code.
 """
 
+import atexit
 import dataclasses
 import json
+import os
 import platform
+import shutil
 import sqlite3
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -231,6 +236,13 @@ class Store:
             (self.models / f"{run.run_id}.pt").unlink(missing_ok=True)
         return tuple(run.address for run in found)
 
+    def copy(self, folder: Path) -> None:
+        """Replace all runs of this store by copies of the runs in another folder."""
+        source = Store(folder)
+        with self._lock, self._store_errors("copied"):
+            source._connection.backup(self._connection)
+        source.close()
+
     @property
     def models(self) -> Path:
         """The folder for the trained weights of runs that save their weights."""
@@ -300,6 +312,51 @@ class Store:
             run.add_report(from_text(RunReport, text))
         run.end(stored.status, stored.detail)
         return run.snapshot()
+
+
+def open_store(start: Path | None = None) -> tuple[Store, str]:
+    """Open the store for a notebook in ``start``; return it with a note, which is often empty.
+
+    The folder is ``DDPNB_DATA``, if this variable is set, or ``runs_folder``.  If the user cannot
+    write to ``runs_folder``, the note names a folder in the user's home or a temporary folder.  A
+    new store in another folder begins with the runs that ``runs_folder`` has.
+    """
+    project, chosen = runs_folder(start), os.environ.get("DDPNB_DATA", "")
+    folder, note = working_folder() / os.path.expanduser(chosen) if chosen else project, ""
+    if chosen and not _is_writable(folder):
+        raise UserError(
+            f"DDPNB_DATA is {chosen}, but you cannot write to this folder. Set the environment "
+            "variable DDPNB_DATA to another folder."
+        )
+    if not _is_writable(folder):
+        folder, until = _users_folder() / project.parents[1].relative_to(project.anchor), ""
+        if not _is_writable(folder):
+            folder, until = Path(tempfile.mkdtemp(prefix="ddpnb-runs-")), " until the kernel ends"
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        note = (
+            f"You cannot write to {project}, so ddpnb stores runs in {folder}{until} (the "
+            "environment variable DDPNB_DATA sets another folder)."
+        )
+    store = Store(folder)
+    if folder != project and os.access(project / FILE_NAME, os.R_OK) and not store.list():
+        store.copy(project)
+    return store, note
+
+
+def _users_folder() -> Path:
+    """Return the folder for runs of read-only projects, as XDG and macOS recommend."""
+    home, given = Path(os.path.expanduser("~")), Path(os.environ.get("XDG_DATA_HOME", ""))
+    default = home / ("Library/Application Support" if sys.platform == "darwin" else ".local/share")
+    return (given if given.is_absolute() else default) / "ddpnb" / "runs"
+
+
+def _is_writable(folder: Path) -> bool:
+    """Return True if the user may write runs to a folder, which may not exist yet."""
+    there = next(filter(os.path.exists, (folder, *folder.parents)))
+    file = folder / FILE_NAME
+    is_file_writable = os.access(file, os.W_OK) or not os.path.exists(file)
+    may_write = is_file_writable and os.access(there, os.W_OK)
+    return may_write and folder.is_absolute() and os.path.isdir(there)
 
 
 def runs_folder(start: Path | None = None) -> Path:

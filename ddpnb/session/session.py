@@ -14,7 +14,7 @@ from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.wording import restart, say
 from ddpnb.history.query import all_names
 from ddpnb.history.recorder import Recorder, new_id
-from ddpnb.history.store import Store, runs_folder
+from ddpnb.history.store import Store, open_store
 from ddpnb.hosts.processes import start_cluster
 from ddpnb.protocol.calls import Request, Result
 from ddpnb.protocol.errors import UserError
@@ -246,12 +246,20 @@ class Session:
 
     def names(self) -> tuple[str, ...]:
         """Return all names that ``load`` accepts."""
-        return all_names(self.store.list())
+        return all_names(self._opened_store[0].list())
+
+    @property
+    def store(self) -> Store:
+        """The stored runs.  If they are in an unexpected folder, a note says so once."""
+        store, note = self._opened_store
+        if note:
+            self._opened_store = store, ""
+            print(note)
+        return store
 
     @cached_property
-    def store(self) -> Store:
-        """The stored runs of the notebook's project."""
-        return Store(runs_folder())
+    def _opened_store(self) -> tuple[Store, str]:
+        return open_store()
 
     @property
     def _running(self) -> list[Background]:

@@ -2,6 +2,7 @@ import dataclasses
 import json
 import math
 import sqlite3
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from ddpnb.history.comparison import Comparison, magic_of
 from ddpnb.history.model import Run, Status
 from ddpnb.history.query import matching
 from ddpnb.history.recorder import Recorder
-from ddpnb.history.store import FILE_NAME, Store, StoreError, runs_folder
+from ddpnb.history.store import FILE_NAME, Store, StoreError, open_store, runs_folder
 from ddpnb.history.summary import summarise
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Mark, MarkKind, RunReport
@@ -193,6 +194,63 @@ def test_runs_lie_in_the_project_or_beside_the_notebook(tmp_path: Path):
     inner = tmp_path / "notebooks" / "deep"
     inner.mkdir(parents=True)
     assert runs_folder(inner) == tmp_path / "data" / "runs"
+
+
+@pytest.mark.parametrize("blocked", range(4))
+@pytest.mark.parametrize("has_xdg", [False, True])
+def test_runs_go_to_the_first_folder_that_can_hold_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocked: int, has_xdg: bool
+):
+    here, home, xdg = (tmp_path / name for name in ("here", "home", "xdg"))
+    users = xdg if has_xdg else home / ".local/share"
+    for folder in (here, users, tmp_path / "tmp"):
+        folder.mkdir(parents=True)
+    if blocked & 1:
+        (here / "data").touch()  # a file, so not even root can create here/data/runs
+    if blocked & 2:
+        (users / "ddpnb").touch()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("XDG_DATA_HOME", str(xdg) if has_xdg else "relative")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.delenv("DDPNB_DATA", raising=False)
+    store, note = open_store(here)
+    if not blocked & 1:
+        assert (store.folder, note) == (here / "data/runs", "")
+    else:
+        is_temporary = bool(blocked & 2)
+        own = users / "ddpnb/runs" / here.relative_to("/")
+        assert (store.folder.parent == tmp_path / "tmp") if is_temporary else store.folder == own
+        assert str(store.folder) in note
+        assert ("until the kernel ends" in note) == is_temporary
+        assert note.count(". ") == 0
+    keep(store, ("ddp",))
+    store.close()
+
+
+def test_a_variable_chooses_the_folder_and_bad_values_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    course = Store(runs_folder())
+    keep(course, ("ddp",))
+    for value, folder in (("a/b", "a/b"), (str(tmp_path / "c"), "c"), ("~/d", "home/d")):
+        monkeypatch.setenv("DDPNB_DATA", value)
+        store, note = open_store()
+        assert (store.folder, note) == (tmp_path / folder, "")
+        assert [run.comparison for run in store.list()] == ["digits-1"]  # copied from the project
+        assert keep(store, ("ddp",), 2) == "digits-2"
+        store.close()
+        again, _ = open_store()
+        assert len(again.list()) == 2
+        again.close()
+    assert len(course.list()) == 1
+    course.close()
+    for value in ("file", "file/below", "/dev/null/runs"):
+        monkeypatch.setenv("DDPNB_DATA", value)
+        with pytest.raises(UserError, match=r"^DDPNB_DATA is .* Set the environment variable"):
+            open_store()
 
 
 def test_what_is_no_longer_in_the_catalogue_is_still_listed_and_drawn(store: Store):
