@@ -21,21 +21,22 @@ def code_of(path: Path) -> list[NotebookNode]:
     return [cell for cell in read(path).cells if cell.cell_type == "code"]
 
 
-def shortened(source: str) -> str:
-    """Divide a cell's epochs by three, except in a cell that waits for ``--kill``."""
+def shortened(source: str, part: int = 3) -> str:
+    """Divide a cell's epochs by ``part``, except in a cell that waits for ``--kill``."""
     if "--kill" in source:
         return source
-    return re.sub(r"--epochs (\d+)", lambda found: f"--epochs {max(1, int(found[1]) // 3)}", source)
+    words = r"--epochs (\d+)"
+    return re.sub(words, lambda found: f"--epochs {max(1, int(found[1]) // part)}", source)
 
 
-def executed(path: Path, folder: Path) -> NotebookNode:
+def executed(path: Path, folder: Path, part: int = 3) -> NotebookNode:
     """Run a shortened lesson from top to bottom. ``folder`` replaces the project folder."""
     (folder / "data").mkdir()
     (folder / "notebooks").mkdir()
     notebook = read(path)
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.outputs, cell.source = [], shortened(cell.source)
+            cell.outputs, cell.source = [], shortened(cell.source, part)
     resources = {"metadata": {"path": str(folder / "notebooks")}}
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("PYTEST_")]:

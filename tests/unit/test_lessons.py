@@ -20,6 +20,9 @@ def is_gap(cell: NotebookNode) -> bool:
 @pytest.mark.parametrize("path", SOLUTIONS, ids=lambda path: path.stem)
 def test_students_have_the_same_lesson_without_solutions_and_outputs(path: Path):
     ours, theirs = read(path).cells, read(NOTEBOOKS / path.name).cells
+    assert [cell.metadata.get("tags") for cell in ours] == [
+        cell.metadata.get("tags") for cell in theirs
+    ]
     assert [cell.source for cell in ours if not is_gap(cell)] == [
         cell.source for cell in theirs if not is_gap(cell)
     ]
