@@ -156,7 +156,8 @@ def connected_client(path: Path, while_waiting: Callable[[], None]) -> ipp.Clien
     deadline = time.monotonic() + START_TIMEOUT_SECONDS
     while True:
         try:
-            return ipp.Client(str(path), timeout=CONNECT_SECONDS)
+            # Without a folder, IPython warns if the user's home is read-only.
+            return ipp.Client(str(path), timeout=CONNECT_SECONDS, ipython_dir=str(path.parent))
         except TimeoutError:
             while_waiting()
             if time.monotonic() > deadline:

@@ -5,9 +5,11 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -59,6 +61,10 @@ def run(settings: Frame, pipe: Connection, folder: Path) -> None:
     os.register_at_fork(after_in_child=gc.freeze)
     redirect_output(process_log(folder, rank))
     os.environ.update(settings["environment"])
+    # The paths of sockets must be short.  TMPDIR may be too long for those of data workers.
+    tempfile.tempdir = str(folder)
+    get_temp_dir()
+    tempfile.tempdir = None
     sys.argv[:] = [""]  # like an interpreter without a script, not the fork server's argv
     leave_debugger_out()
     from ddpnb.rank import calls, engine  # noqa: F401, PLC0415  imports torch, after the controller's fork

@@ -88,6 +88,7 @@ class Forkserver:
         """Serve the kernel until it ends.  Without ``controller_arguments``, run no controller."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        os.environ["IPYTHONDIR"] = str(self.folder)  # IPython warns if the home is read-only
         try:
             self.more_ends.append(hold(self.folder))
             if controller_arguments:

@@ -176,9 +176,34 @@ RUN_FOLDER = "ddpnb-"
 """The prefix of the names of run folders."""
 
 
+PATH_BYTES = (107 if sys.platform == "linux" else 103) - 52
+"""Maximum length of the path of a run folder's parent.  The system limits the paths of sockets."""
+
+ENOUGH_BYTES = 2**28
+"""The free space that a run folder should have.  Docker's ``/dev/shm`` of 64 MB is too small."""
+
+
+def parent_folders() -> list[Path]:
+    """Return all folders that can hold run folders, the best first: in memory, with free space."""
+    found = ["/dev/shm", "/tmp", "/var/tmp"]
+    with contextlib.suppress(FileNotFoundError):  # the user can write to no temporary folder
+        found.insert(1, tempfile.gettempdir())
+    usable = [
+        Path(each)
+        for each in dict.fromkeys(found)
+        if os.access(each, os.W_OK) and len(os.fsencode(each)) <= PATH_BYTES
+    ]
+    return sorted(usable, key=lambda each: -min(shutil.disk_usage(each).free, ENOUGH_BYTES))
+
+
 def parent_folder() -> Path:
-    """Return the folder that holds this host's run folders, in memory if possible."""
-    return Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
+    """Return the folder in which a new run folder belongs."""
+    if not (found := parent_folders()):
+        raise UserError(
+            "ddpnb finds no folder for its sockets. Set TMPDIR to a folder that you can write to, "
+            f"with at most {PATH_BYTES} characters in its path."
+        )
+    return found[0]
 
 
 def private_folder() -> Path:
@@ -214,7 +239,7 @@ def remove_leftovers() -> list[Path]:
     A fork server that is killed leaves its run folder behind.
     """
     removed = []
-    for folder in parent_folder().glob(f"{RUN_FOLDER}*"):
+    for folder in (each for parent in parent_folders() for each in parent.glob(f"{RUN_FOLDER}*")):
         with contextlib.suppress(OSError):  # already removed, not locked yet, or locked
             if folder.lstat().st_uid == os.getuid():
                 with (folder / SERVER_LOCK).open() as file:

@@ -2,8 +2,9 @@
 
 import os
 import re
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,11 +108,18 @@ class Kernel:
     Args:
         folder: the kernel's working directory.
         environment: environment variables, in addition to those of this process.
+        first: the first words of the command that starts the kernel.
     """
 
-    def __init__(self, folder: Path, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        environment: Mapping[str, str] = MappingProxyType({}),
+        first: Sequence[str] = (),
+    ) -> None:
         self.folder = folder
         self.manager = KernelManager(kernel_name="python3")
+        self.manager.kernel_spec.argv[:1] = *first, sys.executable
         # With pytest's variables, ipykernel hides the output of child processes.
         env = {key: value for key, value in os.environ.items() if "PYTEST" not in key}
         self.manager.start_kernel(cwd=str(folder), env=env | environment)

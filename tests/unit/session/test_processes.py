@@ -3,9 +3,12 @@
 import errno
 import json
 import os
+import secrets
 import shutil
 import signal
+import socket
 import subprocess
+import tempfile
 import threading
 from collections.abc import Iterator
 from multiprocessing import Pipe
@@ -15,15 +18,21 @@ import psutil
 import pytest
 
 from ddpnb.cluster.link import Exit, ForkServerLink, Member, Service
+from ddpnb.history.recorder import new_id
 from ddpnb.history.store import is_written, writer_of
 from ddpnb.launcher import forkserver
 from ddpnb.launcher.forkserver import Forkserver
+from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import (
+    PATH_BYTES,
+    RUN_FOLDER,
     KernelRequest,
     RankCommand,
     atomic_write,
     hold,
     may_have_gpus,
+    parent_folder,
+    parent_folders,
     private_folder,
     remove_leftovers,
 )
@@ -143,6 +152,34 @@ def test_a_run_folder_stays_until_its_fork_server_ends_even_by_a_kill():
         server.kill()
     assert folder in remove_leftovers()
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("length", range(30, 112, 3))
+def test_every_socket_fits_into_the_folder_of_run_folders(
+    monkeypatch: pytest.MonkeyPatch, length: int
+):
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        long = Path(short) / ("x" * (length - len(short) - 1))
+        long.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(long))
+        assert (long in parent_folders()) == (length <= PATH_BYTES)
+        assert parent_folder() in parent_folders()
+        run_folder = long / f"{RUN_FOLDER}{secrets.token_hex(8)}"  # the name that relays choose
+        for name in ("profile/socket:65535", f"checks/{new_id()}-check.s"):
+            (run_folder / name).parent.mkdir(parents=True)
+            with socket.socket(socket.AF_UNIX) as end:
+                if length <= PATH_BYTES:
+                    end.bind(str(run_folder / name))
+                elif length > PATH_BYTES + 8:
+                    with pytest.raises(OSError, match="too long"):
+                        end.bind(str(run_folder / name))
+
+
+def test_without_a_folder_for_sockets_the_user_is_told(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ddpnb.protocol.processes.PATH_BYTES", 3)
+    with pytest.raises(UserError, match="Set TMPDIR to a folder that you can write to"):
+        parent_folder()
+    assert remove_leftovers() == []
 
 
 def test_a_file_that_cannot_be_written_is_as_it_was(tmp_path: Path):

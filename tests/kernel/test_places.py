@@ -1,0 +1,109 @@
+"""Everything works in any combination of read-only, missing, small and long folders."""
+
+import itertools
+import os
+import random
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddpnb.history.store import FILE_NAME
+from tests.cluster.rig import wait_until_gone
+from tests.kernel.client import Kernel
+from tests.places import OTHER_USER, SHM, inside
+
+NOTEBOOKS = ("usual", "read-only", "with runs")
+HOMES = ("usual", "read-only", "absent")
+TEMPORARY = ("usual", "read-only", "absent", "long")
+PLACES = [*itertools.product(NOTEBOOKS, HOMES, SHM, TEMPORARY)]
+CELLS = (
+    "%ddp_start -n 2 --device cpu",
+    "%ddp_compare ddp --task synthetic --epochs 0.2 --name race",
+    "%%ddp --name loop\nimport ddpnb\nfor i in range(3):\n    ddpnb.log(loss=1.0, samples=4)",
+    "%ddp_compare ddp-shm async --task synthetic --epochs 0.2 --no-baseline --name shared",
+    "%ddp_compare ddp --task synthetic --epochs 0.2 --devices 2xV100 --as resnet18",
+    "import numpy as np\nbig = np.ones(1 << 20)\n%ddp_push big",
+    "%ddp_runs",
+    "%ddp_plot race",
+    "%ddp_predict --ranks 4 --run race",
+)
+DATA_WORKER = "%%ddp\nfrom torch.utils.data import DataLoader\nlist(DataLoader([1], num_workers=1))"
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder that every user can enter."""
+    folder = Path(tempfile.mkdtemp(dir="/var/tmp"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def check(place: Path, notebook: str, home: str, shm: str, temporary: str, **more: str) -> None:
+    """Run all cells in a kernel, and check where the runs are."""
+    user = OTHER_USER if more else 0
+    course, here = place / "course", place / "course/notebooks"
+    home_folder, short, long = place / "home", place / "tmp", place / ("t" * 95)
+    for folder in (here, course / "data", home_folder, short, long, place / "matplotlib"):
+        folder.mkdir(parents=True, exist_ok=True)
+        if user and course not in (folder, *folder.parents):
+            os.chown(folder, user, user)
+    if notebook == "with runs":
+        (course / "data/runs").mkdir()
+        lessons = Path(__file__).parents[2] / "data/lessons.sqlite3"
+        shutil.copy(lessons, course / "data/runs" / FILE_NAME)
+    tmp = {"long": long, "absent": place / "gone"}.get(temporary, short)
+    environment = {
+        "HOME": str(home_folder / "gone" if home == "absent" else home_folder),
+        "TMPDIR": str(tmp),
+        "XDG_DATA_HOME": "",
+        "MPLCONFIGDIR": str(place / "matplotlib"),
+    }
+    is_open = notebook == "usual" and not user
+    states = (
+        (course, is_open),
+        (home_folder, home == "usual"),
+        (tmp, temporary != "read-only"),
+    )
+    read_only = [folder for folder, is_usual in states if not is_usual]
+    kernel = Kernel(
+        here, environment, inside(place, read_only=read_only, shm=shm, user=user, **more)
+    )
+    try:
+        text = ""
+        for source in ("%load_ext ddpnb", *CELLS):
+            cell = kernel.run(source, timeout=120).passed
+            text += f"{source}\n{cell.text}\n"
+            assert not cell.stderr, cell.stderr
+        if shm not in ("read-only", "absent"):  # torch sends tensors of data workers through it
+            kernel.run(DATA_WORKER).passed  # noqa: B018
+        text += kernel.run("%%rank 1\nimport os\nos._exit(3)").text
+        assert "arning" not in text, text
+        if notebook == "with runs":
+            assert "race-1" in kernel.run("%ddp_runs").text
+        notes = re.findall(r"You cannot write to .*, so ddpnb stores runs in (\S+)(.*)", text)
+        assert len(notes) == (not is_open), text
+        for folder, rest in notes:
+            is_kept = Path(folder).is_relative_to(home_folder)
+            assert is_kept == (home == "usual")
+            assert is_kept != ("until the kernel ends" in rest)
+            assert (Path(folder) / FILE_NAME).exists() == (is_kept or not user)
+        started = kernel.processes
+    finally:
+        kernel.stop()
+    wait_until_gone(started)
+    assert is_open == (course / "data/runs" / FILE_NAME).exists() or notebook == "with runs"
+
+
+# With this seed, each value of each folder occurs in one of the five cases.
+@pytest.mark.parametrize("case", random.Random(407).sample(PLACES, 5), ids=" ".join)
+def test_all_works_where_folders_are_read_only_missing_small_or_long(place: Path, case: tuple):
+    check(place, *case)
+
+
+def test_another_user_with_small_limits_can_do_all(place: Path):
+    check(place, "with runs", "usual", "small", "usual", limits="ulimit -n 256 -u 200")
