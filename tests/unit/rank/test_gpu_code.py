@@ -133,7 +133,6 @@ def test_an_abort_reaches_the_backend_inside_the_wrapper_of_check():
 @pytest.mark.parametrize("num_gpus", range(5))
 @pytest.mark.parametrize("num_ranks", range(1, 5))
 def test_a_script_places_its_ranks_as_a_cluster_does(monkeypatch, num_ranks: int, num_gpus: int):
-    """Two ranks use NCCL on two T4 (Kaggle), and share one T4 over gloo (Colab)."""
     host = Host(num_cores=2, num_gpus=num_gpus)
     placed, chosen = place_ranks(ClusterSpec(num_ranks=num_ranks), [host]), []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)

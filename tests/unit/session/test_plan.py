@@ -1,3 +1,4 @@
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -24,7 +25,6 @@ PLACED = [
     ({}, 0, ["cpu"] * DEFAULT, "gloo"),
     ({"num_ranks": 64}, 0, ["cpu"] * 64, "gloo"),
     ({}, 4, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"], "nccl"),
-    ({"num_ranks": 3}, 2, ["cuda:0", "cuda:1", "cuda:0"], "gloo"),  # two ranks share a GPU
     ({"num_ranks": 2, "device": "cpu"}, 8, ["cpu", "cpu"], "gloo"),
     ({"devices": "8"}, 4, ["cpu"] * 8, "gloo"),
 ]
@@ -38,6 +38,17 @@ def test_ranks_are_on_gpus_or_share_the_cores(
     plan = placed(ClusterSpec(**choices), num_gpus)
     assert (list(plan.devices), plan.backend) == (devices, backend)
     assert plan.num_threads == max(1, CORES // len(devices))
+
+
+@pytest.mark.parametrize("num_gpus", range(1, 5))
+@pytest.mark.parametrize("num_ranks", range(1, 5))
+def test_ranks_use_nccl_on_a_gpu_each_and_share_gpus_over_gloo(num_ranks: int, num_gpus: int):
+    """Two ranks use NCCL on two T4 (Kaggle), and share one T4 over gloo (Colab)."""
+    plan = placed(ClusterSpec(num_ranks=num_ranks), num_gpus)
+    num_on = Counter(plan.devices)
+    assert len(num_on) == min(num_ranks, num_gpus)
+    assert max(num_on.values()) - min(num_on.values()) <= 1, "GPUs get equally many ranks"
+    assert plan.backend == ("nccl" if max(num_on.values()) == 1 else "gloo")
 
 
 def test_ranks_are_on_gpus_again_once_they_stand_for_no_devices():
