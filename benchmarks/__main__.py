@@ -7,7 +7,7 @@ Without a name it runs ``versus``, as ``make bench`` does.  Options follow a col
 import importlib
 import re
 import sys
-from collections.abc import Iterable
+from typing import Any
 
 from benchmarks.measure import HEAD, Figure
 from benchmarks.table import keep, write
@@ -25,12 +25,11 @@ def main(words: list[str]) -> None:
             keep(re.sub(r"[:=,]", "-", word), figures)
 
 
-def _measure(name: str, options: dict[str, str]) -> Iterable[Figure]:
+def _measure(name: str, options: dict[str, str]) -> Any:
     """Run one benchmark; each option is converted to the type of its parameter."""
     function = importlib.import_module(f"benchmarks.{name}").measure
     kinds = function.__annotations__
-    found: Iterable[Figure] = function(**{key: kinds[key](value) for key, value in options.items()})
-    return found
+    return function(**{key: kinds[key](value) for key, value in options.items()})
 
 
 if sys.argv[1:] == ["table"]:

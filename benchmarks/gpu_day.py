@@ -101,12 +101,12 @@ def main(
     content = {"date": time.strftime("%Y-%m-%d"), "machine": about}
     REPORT.parent.mkdir(parents=True, exist_ok=True)
     for step in todo:
-        no_gpu = Outcome(step.name, "skipped: no GPU")
-        outcomes.append(run(step, end - time.monotonic()) if num_gpus else no_gpu)
+        skipped = Outcome(step.name, "skipped: no GPU")
+        outcomes.append(run(step, end - time.monotonic()) if num_gpus else skipped)
         print(f"{outcomes[-1].state:12} {step.name}", flush=True)
         written = json.dumps(content | {"steps": [asdict(each) for each in outcomes]}, indent=1)
         REPORT.write_text(f"{written}\n")
-    print(f"The report is {REPORT}. It has the output of each step.")
+    print(f"The report is {REPORT}.")
     return outcomes
 
 

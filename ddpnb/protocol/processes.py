@@ -121,8 +121,7 @@ def ephemeral_ports() -> range:
 
 def may_have_gpus(root: Path = Path("/")) -> bool:
     """Return True if this host has a GPU driver, from Linux or from Windows (WSL)."""
-    # nvidiactl may be missing until a program uses the driver
-    signs = ("dev/nvidiactl", "proc/driver/nvidia/version", "dev/dxg")
+    signs = ("dev/nvidiactl", "proc/driver/nvidia/version", "dev/dxg")  # the first may be late
     return any((root / sign).exists() for sign in signs)
 
 

@@ -20,8 +20,6 @@ from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.training import loop, validation
 from ddpnb.rank.training.context import Surroundings
 
-trained = variables.TrainedModels()
-
 Implementation = Callable[Concatenate[RankEngine, Arguments], Result]
 
 
@@ -58,6 +56,7 @@ def carries_out(
                 return _answer(call, engine, runs_users_code) if answers else call()
             finally:  # the call's frames have ended, so they hold no model any more
                 if uses_device:
+                    engine.shell.InteractiveTB.tb = None  # IPython keeps the latest traceback
                     loop.release_memory(engine.group.device)
 
         calls.registered[declared.name] = carry_out
@@ -74,9 +73,7 @@ def _answer(call: Callable[[], Any], engine: RankEngine, runs_users_code: bool) 
         with engine.adopted_group.during():
             return cells.interruptible(call)
     except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the notebook shows it
-        failure = cells.failure_of(error, engine)
-        engine.shell.InteractiveTB.tb = None  # IPython would keep the traceback and its models
-        return failure
+        return cells.failure_of(error, engine)
 
 
 @carries_out(calls.form_group, answers=False)
@@ -118,7 +115,7 @@ def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None) -> 
                 replace(surroundings_of(engine, spec), rejoin_info=rejoin_info),
                 publish=publisher.publish,
                 should_stop=engine.stop_wanted.is_set,
-                keep=functools.partial(trained.keep, spec),
+                keep=functools.partial(variables.keep_model, spec),
             )
         )
 
@@ -156,7 +153,7 @@ carries_out(calls.push)(lambda engine, parcel: variables.take(parcel, engine.she
 carries_out(calls.keep_functions)(lambda _, key, parcel: variables.keep_functions(key, parcel))
 carries_out(calls.pull_model)(
     lambda engine, run_id, *more: variables.give(
-        engine.group.rank, {"model": trained.of(run_id)}, "model", *more
+        engine.group.rank, {"model": variables.trained_model(run_id)}, "model", *more
     )
 )
 carries_out(calls.pull, runs_users_code=True)(

@@ -63,29 +63,26 @@ def notebook_functions(key: str, namespace: dict[str, Any]) -> Any:
     return load(_functions[key], namespace)
 
 
-class TrainedModels:
-    """The trained models of the latest comparison, one per strategy and learning rate (rank 0)."""
+_models: dict[tuple[str, str, float], tuple[str, nn.Module]] = {}
+"""The trained models of the latest comparison, on rank 0.  Maps the comparison, the strategy and
+the learning rate to the id and the model of the latest run."""
 
-    def __init__(self) -> None:
-        self._comparison = ""
-        self._kept: dict[tuple[str, float], tuple[str, nn.Module]] = {}
-        """Run id and model for each pair of strategy and learning rate."""
 
-    def keep(self, spec: RunSpec, model: nn.Module) -> None:
-        """Keep a run's model, and drop the model of the strategy's previous repeat."""
-        if spec.comparison != self._comparison:
-            self._comparison = spec.comparison
-            self._kept.clear()
-        self._kept[spec.strategy, spec.learning_rate] = spec.run_id, model
+def keep_model(spec: RunSpec, model: nn.Module) -> None:
+    """Keep a run's model, and drop the model of the strategy's previous repeat."""
+    if any(comparison != spec.comparison for comparison, *_ in _models):
+        _models.clear()
+    _models[spec.comparison, spec.strategy, spec.learning_rate] = spec.run_id, model
 
-    def of(self, run_id: str) -> nn.Module:
-        """Return the trained model of a run, on the CPU and without gradients."""
-        if (model := dict(self._kept.values()).get(run_id)) is not None:
-            return model
-        raise UserError(
-            "Rank 0 does not have this model. Rank 0 keeps only the models of the latest "
-            "comparison's finished runs, and it loses these models if it restarts."
-        )
+
+def trained_model(run_id: str) -> nn.Module:
+    """Return the trained model of a run, on the CPU and without gradients."""
+    if (model := dict(_models.values()).get(run_id)) is not None:
+        return model
+    raise UserError(
+        "Rank 0 does not have this model. Rank 0 keeps only the models of the latest "
+        "comparison's finished runs, and it loses these models if it restarts."
+    )
 
 
 def give(

@@ -164,7 +164,7 @@ def test_what_a_cell_measures_is_tabled_and_stored(kernel: Kernel):
 COUNT = """%%ddp
 import gc, torch
 from torch.nn.parallel import DistributedDataParallel
-from ddpnb.rank import calls
+from ddpnb.rank import variables
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.training import loop
 
@@ -174,7 +174,7 @@ KINDS = (Strategy, torch.optim.Optimizer, DistributedDataParallel)
 def count(device):
     gc.collect()
     alive = [type(each).__name__ for each in gc.get_objects() if issubclass(type(each), KINDS)]
-    models = [model for _, model in calls.trained._kept.values()]
+    models = [model for _, model in variables._models.values()]
     held.append(alive + [p for model in models for p in model.parameters() if p.grad is not None])
 
 loop.release_memory = count

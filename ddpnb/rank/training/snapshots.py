@@ -10,6 +10,7 @@ If ranks average weights, a copy contains the mean of all ranks' weights.  Other
 the server's parameters, or rank 0's parameters if there is no server.
 """
 
+import copy
 import math
 from typing import Any, NamedTuple, final
 
@@ -132,8 +133,9 @@ class Snapshots:
 
 
 def copied(state: State) -> State:
-    """Copy a model's state to the host's memory."""
-    return {
-        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-        for name, value in state.items()
-    }
+    """Copy a model's state to the host's memory, with the attributes that ``state_dict`` sets."""
+    result = copy.copy(state)
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            result[name] = value.detach().to("cpu", copy=True)
+    return result
