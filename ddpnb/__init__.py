@@ -90,16 +90,27 @@ def __getattr__(name: str) -> Any:
         raise UserError(f"ddpnb.{name} works only in the notebook. Call it without %%ddp.")
     if on_rank:
         return importlib.import_module("ddpnb.rank.publisher").log
-    place = "ddpnb.session.environment" if name == "debug_info" else "ddpnb.api"
-    return getattr(importlib.import_module(place), name)
+    if name == "debug_info":
+        return importlib.import_module("ddpnb.session.environment").debug_info
+    _check_versions()
+    return getattr(importlib.import_module("ddpnb.api"), name)
 
 
 def __dir__() -> list[str]:
     return __all__
 
 
-def load_ipython_extension(shell: "InteractiveShell") -> None:
+def _check_versions() -> None:
+    """Raise UserError if a library is too old.  A test compares the versions with pyproject."""
+    if sentence := importlib.import_module("ddpnb.compat.probe").too_old():
+        raise UserError(sentence)
+
+
+def load_ipython_extension(shell: "InteractiveShell | None") -> None:
     """Register the magics: ``%load_ext ddpnb``."""
+    _check_versions()
+    if shell is None:  # get_ipython() in a script
+        raise UserError("Magics need IPython. In a script, call functions such as ddpnb.start(2).")
     importlib.import_module("ddpnb.magics.magics").load(shell)
 
 

@@ -324,7 +324,8 @@ class Cluster:
         """Raise RuntimeError with the end of a process's log if this process exited at startup."""
         prepared = self.processes.prepared
         if prepared.done() and (cause := prepared.exception()):
-            raise RuntimeError(f"The ranks could not be prepared: {cause}")
+            is_users = isinstance(cause, UserError)
+            raise cause if is_users else RuntimeError(f"The ranks could not be prepared: {cause}")
         if exits := list(self.exits.values()):
             first, member = exits[0], exits[0].member
             name = f"Rank {member}" if isinstance(member, int) else f"The {member}"

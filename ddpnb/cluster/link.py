@@ -14,6 +14,7 @@ from enum import StrEnum
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import ForkServerEvent, KernelRequest, limit_waits
 
 CRASH = "Fatal Python error"
@@ -154,7 +155,8 @@ class ForkServerLink:
             case ForkServerEvent.ANSWER:
                 if (answer := self._answers.pop(event["id"], None)) is not None:
                     if failure := event.get("failure"):
-                        answer.set_exception(RuntimeError(failure))
+                        kind = UserError if event.get("is_users") else RuntimeError
+                        answer.set_exception(kind(failure))
                     else:
                         answer.set_result(event["value"])
             case ForkServerEvent.EXITED:

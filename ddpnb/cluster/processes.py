@@ -28,7 +28,7 @@ from ddpnb.cluster.placement import (
 )
 from ddpnb.protocol.cores import num_cores
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.processes import KernelRequest, RankCommand, may_have_gpus
+from ddpnb.protocol.processes import KernelRequest, RankCommand, may_have_gpus, own_package
 
 STOP_TIMEOUT_SECONDS = 8.0
 RECORDED_CALLS = 64
@@ -171,7 +171,9 @@ class LocalProcesses(Processes):
         num_threads = planned.num_threads if planned else spec.num_threads or max(1, int(cores))
         environment = torch_environment(num_threads, "torch._dynamo" if is_crowded else "")
         self.server = ForkServer(folder, on_exit, environment)
-        self.prepared = self.server.link.request(KernelRequest.PREPARE, counts_gpus=may_use_gpus)
+        self.prepared = self.server.link.request(
+            KernelRequest.PREPARE, counts_gpus=may_use_gpus, package=own_package()
+        )
 
     def place(self, progress: Callable[[str], None]) -> Placement:
         """Choose each rank's device.  If ranks may use GPUs, first wait for the number of GPUs."""

@@ -1,14 +1,23 @@
-"""Probes check that the private parts of a library work as ddpnb expects.  Used in every process.
+"""Checks versions and private parts of the libraries that ddpnb uses.  Used in every process.
 
 Private parts may change in any version, so each private part that ddpnb uses has a probe.  Probes
 run when a rank or a cluster starts.  If a probe fails, ddpnb disables a feature and tells the user.
 """
 
+import re
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import Self, final
 
+LOWEST = {
+    "ipython": "7.34",
+    "ipykernel": "6.17",
+    "ipyparallel": "8.8",
+    "ipywidgets": "7.7",
+    "torch": "2.8",
+}
+"""The lowest versions of libraries for which a failed import or call would not say the reason."""
 PROBES: list["Probe"] = []
 """The probes of all modules of ``compat`` that this process has imported."""
 
@@ -61,3 +70,18 @@ def version_of(library: str) -> str:
         return version(library)
     except PackageNotFoundError:
         return ""
+
+
+@cache
+def too_old() -> str:
+    """Return a sentence about the libraries that are too old for ddpnb; ``""`` if none is."""
+    installed = {name: found for name in LOWEST if (found := version_of(name))}
+    old = [name for name in installed if _numbers(installed[name]) < _numbers(LOWEST[name])]
+    needed, found = (" and ".join(f"{n} {of[n]}" for n in old) for of in (LOWEST, installed))
+    command = " ".join(f'"{name}>={LOWEST[name]}"' for name in old)
+    sentence = f"ddpnb needs {needed} or newer, but this Python has {found}."
+    return f"{sentence} Run %pip install {command}, then restart the kernel." if old else ""
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version.partition("+")[0])]

@@ -38,12 +38,14 @@ gc.disable()  # imports create little garbage; ``preload`` freezes the objects b
 
 from ddpnb.compat.debugger import leave_debugger_out  # noqa: E402
 from ddpnb.launcher.child import Frame, run_child  # noqa: E402
+from ddpnb.protocol.errors import UserError  # noqa: E402
 from ddpnb.protocol.processes import (  # noqa: E402
     ForkServerEvent,
     KernelRequest,
     hold,
     limit_waits,
     may_have_gpus,
+    own_package,
     portable,
     process_log,
 )
@@ -120,6 +122,8 @@ class Forkserver:
             if operation == KernelRequest.FORWARD:
                 return self.forward(request_id, **request)
             answer = {"value": self.handlers[operation](**request)}
+        except UserError as error:
+            answer = {"failure": str(error), "is_users": True}
         except Exception as error:  # noqa: BLE001  ranks must survive; the kernel gets the error
             answer = {"failure": "".join(traceback.format_exception_only(error)).strip()}
         self.report(event=ForkServerEvent.ANSWER, id=request_id, **answer)
@@ -254,13 +258,16 @@ def end_of(log: Path) -> str:
         return ""
 
 
-def preload(*, counts_gpus: bool = True) -> int:
+def preload(*, counts_gpus: bool = True, package: str = "") -> int:
     """Import the modules that every rank needs, and return the number of this host's GPUs.
 
     Forked ranks share the memory of these modules.  ``DDPNB_PRELOAD`` names further modules,
     separated by spaces.  Ranks that are not forked import the modules themselves.  Without
-    ``counts_gpus``, the number of GPUs is 0.
+    ``counts_gpus``, the number of GPUs is 0.  If ``package``, the notebook's ddpnb, is not the one
+    that this process imports, raise UserError.
     """
+    if package not in ("", own := own_package()):
+        raise UserError(f"The notebook has {package}, but ranks find {own}. Restart the kernel.")
     leave_debugger_out()
     for name in ("ddpnb.rank.calls", *os.environ.get("DDPNB_PRELOAD", "").split()):
         if not portable():

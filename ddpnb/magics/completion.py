@@ -6,6 +6,7 @@ the notebook completes with its own variables, as in all other cells.  Runs in t
 
 import contextlib
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
@@ -96,7 +97,9 @@ class Completion:
         if asked is not None:
             request = calls.describe(asked.source, asked.offset, detail_level)
             if bundle := this_session().answer_now(request, asked.rank):
-                return {"status": "ok", "found": True, "data": bundle, "metadata": {}}
+                form = "application/json" if "google.colab" in sys.modules else "text/plain"
+                data = {form: bundle[form]}  # Colab's own kernel answers with JSON
+                return {"status": "ok", "found": True, "data": data, "metadata": {}}
         usual = type(self._kernel).do_inspect
         return usual(self._kernel, code, cursor_pos, detail_level, omit_sections)
 

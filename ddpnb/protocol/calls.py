@@ -76,7 +76,7 @@ num_calls = RankCall[[], dict[str, int | None]]("num_calls")
 run_cell = RankCall[[CellSpec], CellReport]("run_cell")
 complete = RankCall[[str, int], tuple[str, list[tuple[str, str]]]]("complete")
 """Complete code at an offset; return the code to replace, and each completion with its kind."""
-describe = RankCall[[str, int, int], dict[str, str]]("describe")
+describe = RankCall[[str, int, int], dict[str, Any]]("describe")
 """Return the output of ``name?`` for the name at an offset, at a level of detail (0 or 1)."""
 push = RankCall[[Parcel], None]("push")
 """Put a parcel's variables into the namespace of cells."""

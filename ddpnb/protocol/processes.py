@@ -21,6 +21,9 @@ from typing import TextIO
 
 from ddpnb.protocol.errors import UserError
 
+VERSION = "0.3.0"
+"""The version of this code.  Another version may have been installed after the import."""
+
 
 def portable() -> bool:
     """Return True if ddpnb may use only the system calls that macOS also has.
@@ -34,6 +37,11 @@ def missing_here() -> tuple[str, ...]:
     """Return a sentence about the features that ddpnb lacks in the portable way, if any."""
     lost = "each rank imports torch, so ranks start more slowly; bytes are computed, not counted"
     return (f"no forks on this system: {lost}",) if portable() else ()
+
+
+def own_package() -> str:
+    """Return the version and the folder of the ddpnb that this process imported."""
+    return f"ddpnb {VERSION} in {Path(__file__).resolve().parents[1]}"
 
 
 class KernelRequest(StrEnum):

@@ -91,13 +91,17 @@ def completions(shell: Any, source: str, offset: int) -> tuple[str, list[tuple[s
     return source[start:offset], [(each.text, each.type or "") for each in found]
 
 
-def description(shell: Any, source: str, offset: int, detail_level: int) -> dict[str, str]:
-    """Return the help for the name at ``offset`` as a MIME bundle; empty if the name is unknown."""
+def description(shell: Any, source: str, offset: int, detail_level: int) -> dict[str, Any]:
+    """Return the help for the name at ``offset``, as text and as the fields that Colab shows.
+
+    If the name is unknown, return an empty MIME bundle.
+    """
+    name = token_at_cursor(source, offset)
     try:
-        bundle = shell.object_inspect_mime(token_at_cursor(source, offset), detail_level)
+        text = shell.object_inspect_mime(name, detail_level)["text/plain"]
     except KeyError:
         return {}
-    return {"text/plain": bundle["text/plain"]}
+    return {"text/plain": text, "application/json": shell.object_inspect(name, detail_level)}
 
 
 @contextlib.contextmanager

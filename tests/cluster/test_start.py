@@ -1,6 +1,7 @@
 import ipaddress
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import ipyparallel as ipp
 import psutil
 import pytest
 
+import ddpnb
 from ddpnb.cluster.client import EngineClient
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
@@ -18,7 +20,7 @@ from ddpnb.compat import ipyparallel_internals
 from ddpnb.protocol import calls
 from ddpnb.protocol.cores import num_cores
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.processes import private_folder
+from ddpnb.protocol.processes import VERSION, private_folder
 from tests.cluster import rig
 from tests.programs import find_program
 
@@ -31,6 +33,21 @@ def test_a_folder_that_was_removed_is_named(tmp_path, monkeypatch, folders: list
     with pytest.raises(UserError, match=r"folder no longer exists\. Change .* with %cd"):
         Cluster.start(ClusterSpec(num_ranks=1, device="cpu"))
     assert not folders
+
+
+def test_another_ddpnb_that_the_ranks_would_find_is_named(
+    tmp_path, monkeypatch, folders: list[Path]
+):
+    """For example a clone in the notebook's folder, or a version that was installed just now."""
+    other = tmp_path / "ddpnb"
+    shutil.copytree(Path(ddpnb.__file__).parent, other)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as error:
+        Cluster.start(ClusterSpec(num_ranks=1, device="cpu"))
+    here, there = (f"ddpnb {VERSION} in {each}" for each in (Path(ddpnb.__file__).parent, other))
+    said = f"The notebook has {here}, but ranks find {there}. Restart the kernel."
+    assert str(error.value) == said
+    assert not any(folder.exists() for folder in folders)
 
 
 def test_a_call_on_a_rank_without_an_engine_reaches_no_rank(cluster: Cluster, monkeypatch):

@@ -182,8 +182,12 @@ class Kernel:
 
     def inspect(self, code: str) -> str:
         """Return the text that Shift+Tab shows at the end of ``code``."""
-        reply = self._reply(self.client.inspect(code, len(code)), 20.0)
-        return ANSI.sub("", reply["data"].get("text/plain", ""))
+        return ANSI.sub("", self.described(code).get("text/plain", ""))
+
+    def described(self, code: str) -> Output:
+        """Return the MIME bundle with which the kernel answers Shift+Tab."""
+        bundle: Output = self._reply(self.client.inspect(code, len(code)), 20.0)["data"]
+        return bundle
 
     def kinds(self, code: str) -> dict[str, str]:
         """Return each completion that Tab offers, with its type, in the order of the list."""

@@ -56,6 +56,15 @@ def test_shift_tab_describes_what_the_ranks_hold(names: Kernel):
     assert "int" in names.inspect("%%ddp\nheld_here")  # a variable of the notebook only
 
 
+def test_colab_gets_the_fields_that_its_own_kernel_sends(names: Kernel):
+    names.run("import sys\nsys.modules['google.colab'] = sys")
+    (data,) = names.described("%%ddp\nheld_there").values()
+    assert data["found"]
+    assert data["type_name"] == "Holder"
+    assert data["docstring"] == "Holds things."
+    names.run("del sys.modules['google.colab']")
+
+
 def test_nobody_waits_for_busy_ranks_and_an_idle_one_answers(names: Kernel, tmp_path: Path):
     sign = tmp_path / "sign"
     names.run(f"%%ddp --no-wait --ranks 0\n{waits_for(sign)}")

@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ddpnb.compat.probe import LOWEST
+from ddpnb.protocol.processes import VERSION
 from tests.lessons import SOLUTIONS, code_of
 from tests.programs import printed, skip_or_fail
 
@@ -42,6 +44,10 @@ def test_conda_and_pip_install_the_same():
     packages = [entry for entry in listed if isinstance(entry, str) and ">=" in entry]
     expected = {CONDA_NAMES.get(name, name): least for name, least in floors("lab").items()}
     assert dict(entry.split(">=") for entry in packages) == expected
+
+
+def test_a_sentence_about_old_versions_names_the_requirements():
+    assert {name: floors()[name] for name in LOWEST} == LOWEST
 
 
 def test_ddpnb_or_a_cell_for_readers_imports_each_requirement():
@@ -151,7 +157,7 @@ def test_every_file_names_the_same_home_and_the_same_version():
     assert homes == {HOME.removeprefix("https://github.com/")}
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
-    assert {cited["version"], newest} == {PROJECT["version"]}
+    assert {cited["version"], newest, VERSION} == {PROJECT["version"]}
 
 
 def test_the_hooks_have_the_versions_of_the_constraints():

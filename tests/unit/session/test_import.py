@@ -1,19 +1,23 @@
 import json
 import pkgutil
+from pathlib import Path
 
 import pytest
 
 import ddpnb
+from ddpnb.compat.probe import LOWEST
 from ddpnb.protocol.errors import UserError
 from tests.programs import development_package, printed
 
 HEAVY = ("torch", "matplotlib", "pandas", "scipy", "sklearn", "ipyparallel")
 
-LOAD = """
+SHELL = """
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()
+"""
+LOAD = f"""{SHELL}
 shell.run_line_magic("load_ext", "ddpnb")
-assert {"ddp_start", "ddp_stop"} <= set(shell.magics_manager.magics["line"])
+assert {{"ddp_start", "ddp_stop"}} <= set(shell.magics_manager.magics["line"])
 """
 
 
@@ -24,6 +28,31 @@ RESULT = "import ddpnb.reports.result, ddpnb.history.store"
 def test_importing_and_loading_import_nothing_heavy(code: str):
     code += f"\nimport json, sys\nprint(json.dumps([m for m in {HEAVY} if m in sys.modules]))"
     assert json.loads(printed(code).splitlines()[-1]) == []
+
+
+USES = ["get_ipython().run_line_magic('load_ext', 'ddpnb')", "import ddpnb; ddpnb.start()"]
+
+
+@pytest.mark.parametrize("old", [["ipython", "ipykernel"], *([name] for name in LOWEST)])
+@pytest.mark.parametrize("use", USES)
+def test_a_library_that_is_too_old_is_named(tmp_path: Path, use: str, old: list[str]):
+    for name in old:  # the other libraries have versions that are new enough
+        folder = tmp_path / f"{name}-1.30.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Name: {name}\nVersion: 1.30.0+cpu\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{SHELL}\nshell.run_cell({use!r})"
+    needed = " and ".join(f"{name} {LOWEST[name]}" for name in old)
+    found = " and ".join(f"{name} 1.30.0+cpu" for name in old)
+    command = " ".join(f'"{name}>={LOWEST[name]}"' for name in old)
+    assert printed(code) == (
+        f"UserError: ddpnb needs {needed} or newer, but this Python has {found}. "
+        f"Run %pip install {command}, then restart the kernel.\n"
+    )
+
+
+def test_a_script_without_a_shell_gets_a_sentence_instead_of_magics():
+    with pytest.raises(UserError, match=r"In a script, call functions such as ddpnb.start"):
+        ddpnb.load_ipython_extension(None)
 
 
 def test_the_public_names_are_the_twins_of_the_magics():
