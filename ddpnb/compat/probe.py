@@ -60,8 +60,7 @@ def missing_features() -> tuple[str, ...]:
 
 def sentence(library: str, without: str) -> str:
     """Return a sentence such as ``"torch 2.15.0: ..."`` about a feature that is disabled."""
-    number = version_of(library).partition("+")[0] or "of unknown version"
-    return f"{library} {number}: {without}"
+    return f"{library} {version_of(library).partition('+')[0] or 'of unknown version'}: {without}"
 
 
 def version_of(library: str) -> str:

@@ -114,8 +114,7 @@ class _Stepper:
             find_unused_parameters=subject.finds_unused,
         )
         self._device = device
-        # DDP's C++ code holds the hooks, so hooks that hold this object would keep DDP forever.
-        own = proxy(self)
+        own = proxy(self)  # DDP's C++ code holds the hooks, so they must not hold this object
         self._ddp.register_comm_hook(own, _Stepper._send)
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:

@@ -46,8 +46,7 @@ class DdpShm(DdpStrategy):
         self.sums = SharedSums(path, worker.cancellation.check, waiting)
         self.opened.callback(self.sums.close)
         self.wrap(worker)
-        # DDP's C++ code holds the hook, so a hook that holds this strategy would keep DDP forever.
-        self.ddp.register_comm_hook(proxy(self), DdpShm.all_reduce)
+        self.ddp.register_comm_hook(proxy(self), DdpShm.all_reduce)  # C++ code keeps the hook
         self.divisor = 1  # the hook returns the sum, and DDP does not divide it
 
     def all_reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -111,8 +111,7 @@ class ThreadReplicas(Replicas):
             self.meter.exchange(len(slices) - 1, num_bytes(slices[1:]), is_scaled=False)
             if self.worker.device.type == "cpu":
                 list(self.pool.map(Tensor.backward, outputs, slices))  # wait for all threads
-            else:
-                # Autograd's only thread for a GPU runs this hook, so others would wait forever.
+            else:  # autograd's only thread for a GPU runs this hook, so others would wait forever
                 torch.autograd.backward(outputs, list(slices))
             self.sum_gradients()
 

@@ -61,8 +61,7 @@ def judged(
     finally:
         with judge.marked("could not restore the trained weights"):
             model.load_state_dict(trained)
-        model.zero_grad()
-        model.cpu()  # ``keep`` has stored the model, and the next run needs the GPU's memory
+        model.cpu().zero_grad()  # ``keep`` stored it, and the next run needs the GPU's memory
     return report
 
 
