@@ -1,4 +1,4 @@
-"""Prints the facts that a bug report needs.  Runs in the kernel, also without IPython."""
+"""Collects the facts that a bug report needs.  Runs in the kernel, also without IPython."""
 
 import contextlib
 import importlib
@@ -24,8 +24,8 @@ FRONTENDS = re.compile("^(COLAB|KAGGLE|DATABRICKS|SAGEMAKER|VSCODE|JUPYTERHUB|BI
 """How the names of the environment variables begin that frontends set."""
 
 
-def debug_info(root: Path = Path("/")) -> None:
-    """Print versions, devices and disabled features, as text to paste into a bug report.
+def debug_info(root: Path = Path("/")) -> str:
+    """Return versions, devices and disabled features, as text to paste into a bug report.
 
     The text has no names of users, hosts or folders.  If ranks run, it also describes the ranks.
     """
@@ -55,7 +55,7 @@ def debug_info(root: Path = Path("/")) -> None:
             with contextlib.suppress(ImportError):
                 importlib.import_module(f"ddpnb.compat.{name}_internals")
         facts["disabled"] = "; ".join((*missing_features(), "torch: tested only on ranks"))
-    print("\n".join(f"{name}: {fact}" for name, fact in facts.items()))
+    return "\n".join(f"{name}: {fact}" for name, fact in facts.items())
 
 
 def _place(folder: Path) -> str:

@@ -94,7 +94,7 @@ def test_the_python_twins(bare_kernel: Kernel):
     assert run("print(ddpnb.pull('x', ranks='1'))").stdout == "2\n"
     assert "idle" in run("ddpnb.status()").text
     assert "No stored runs" in run("ddpnb.runs()").text or "stored run" in run("ddpnb.runs()").text
-    assert "cluster: ranks: 2\n" in run("ddpnb.debug_info()").stdout
+    assert "cluster: ranks: 2\n" in run("print(ddpnb.debug_info())").stdout
     assert run("ddpnb.interrupt()").status == "ok"
     assert run("ddpnb.run_cell('1/0')").error == "RankError"
     assert "1 rank ready" in run("ddpnb.restart(1)").text

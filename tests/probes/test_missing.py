@@ -30,7 +30,7 @@ def assert_all_shown(text: str) -> None:
 
 def test_status_shows_each_missing_feature_once(kernel: Kernel):
     assert_all_shown(kernel.run("%ddp_status").text)
-    assert_all_shown(kernel.run("import ddpnb; ddpnb.debug_info()").text)
+    assert_all_shown(kernel.run("import ddpnb; print(ddpnb.debug_info())").text)
 
 
 def test_a_cell_runs_and_its_output_comes_at_its_end(kernel: Kernel):

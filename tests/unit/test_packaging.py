@@ -220,7 +220,7 @@ sys.modules["IPython"] = None
 os.environ |= dict(HOME={str(home.parent)!r}, USER="alice", KAGGLE_KERNEL_RUN_TYPE="Batch")
 os.chdir({str(home)!r})
 import ddpnb
-ddpnb.debug_info(root=__import__("pathlib").Path({str(tmp_path / "root")!r}))
+print(ddpnb.debug_info(root=__import__("pathlib").Path({str(tmp_path / "root")!r})))
 assert "torch" not in sys.modules"""
     text = printed(code)
     facts = dict(line.split(": ", 1) for line in text.splitlines())
