@@ -41,7 +41,7 @@ def debug_info(root: Path = Path("/")) -> str:
         "cores": describe_cores(),
         "GPUs": ", ".join(gpus) or ("unknown" if may_have_gpus(root) else "none"),
         "GPU driver": " ".join(re.findall(r" (\d+\.[\d.]+) ", "\n".join(driver))[:1]) or "none",
-        "stored runs": _place(runs_folder()),
+        "stored runs": "DDPNB_DATA" if os.environ.get("DDPNB_DATA") else _place(runs_folder()),
     }
     module, cluster = sys.modules.get("ddpnb.session.session"), None
     with contextlib.suppress(UserError):  # no cluster is running
@@ -63,4 +63,4 @@ def _place(folder: Path) -> str:
     path = Path(os.path.relpath(folder))
     existing = next(each for each in (folder, *folder.parents) if each.exists())
     text = str(path) if {*path.parts} <= {"..", "data", "runs"} else "outside this project"
-    return text if os.access(existing, os.W_OK) else f"{text}, which cannot be written"
+    return text if os.access(existing, os.W_OK) else f"{text}, which is read-only"

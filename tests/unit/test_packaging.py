@@ -218,8 +218,8 @@ def test_a_bug_report_names_versions_and_devices_but_nobody(tmp_path: Path):
     code = f"""import os, sys
 sys.modules["IPython"] = None
 os.environ |= dict(HOME={str(home.parent)!r}, USER="alice", KAGGLE_KERNEL_RUN_TYPE="Batch")
-os.chdir({str(home)!r})
 import ddpnb
+os.chdir({str(home)!r})
 print(ddpnb.debug_info(root=__import__("pathlib").Path({str(tmp_path / "root")!r})))
 assert "torch" not in sys.modules"""
     text = printed(code)
