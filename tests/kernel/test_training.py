@@ -171,9 +171,14 @@ from ddpnb.rank.training import loop
 released, held = loop.release_memory, []
 KINDS = (Strategy, torch.optim.Optimizer, DistributedDataParallel)
 
-def count(device):
+def found():
     gc.collect()
-    alive = [type(each).__name__ for each in gc.get_objects() if issubclass(type(each), KINDS)]
+    return [each for each in gc.get_objects() if issubclass(type(each), KINDS)]
+
+of_earlier_cells = {id(each): each for each in found()}
+
+def count(device):
+    alive = [type(each).__name__ for each in found() if id(each) not in of_earlier_cells]
     models = [model for _, model in variables._models.values()]
     held.append(alive + [p for model in models for p in model.parameters() if p.grad is not None])
 
