@@ -58,36 +58,28 @@ class Completion:
     def complete(self, code: str, cursor_pos: int | None) -> Any:
         """Answer a ``complete_request``, as ``IPythonKernel.do_complete`` does."""
         end = len(code) if cursor_pos is None else cursor_pos
-        fragment, found = self._from_rank(code, end)
+        fragment, found = "", list[tuple[str, str]]()
+        if (asked := self._asked(code, end)) is not None:
+            request = calls.complete(asked.source, asked.offset)
+            fragment, found = this_session().answer_now(request, asked.rank) or ("", [])
         if not found:
-            fragment, found = self._from_magic(code[:end].rpartition("\n")[2])
+            *words, fragment = code[:end].rpartition("\n")[2].split(" ")
+            while words and not words[0].startswith("%"):  # skips "result =" in front of a magic
+                words.pop(0)
+            follow = following(self._magics, words, self._shell.user_ns, fragment) if words else ()
+            found = [(text, kind) for text, kind in follow if text.startswith(fragment)]
         if not found:
             return type(self._kernel).do_complete(self._kernel, code, cursor_pos)
-        begin = end - len(fragment)
-        kinds = [{**each._asdict(), "start": begin, "end": end} for each in found]
+        place = {"start": end - len(fragment), "end": end}
         return {
             "status": "ok",
-            "matches": [each.text for each in found],
-            "cursor_start": begin,
+            "matches": [text for text, _ in found],
+            "cursor_start": place["start"],
             "cursor_end": end,
-            "metadata": {"_jupyter_types_experimental": kinds},
+            "metadata": {
+                "_jupyter_types_experimental": [{"text": t, "type": k, **place} for t, k in found]
+            },
         }
-
-    def _from_rank(self, code: str, offset: int) -> "tuple[str, list[Match]]":
-        """Return the text that the completions of a rank replace, and the completions."""
-        if (asked := self._asked(code, offset)) is None:
-            return "", []
-        request = calls.complete(asked.source, asked.offset)
-        fragment, found = this_session().answer_now(request, asked.rank) or ("", [])
-        return fragment, [Match(text, kind) for text, kind in found]
-
-    def _from_magic(self, line: str) -> "tuple[str, list[Match]]":
-        """Return the last word of a magic's line, and the completions that may replace it."""
-        *words, fragment = line.split(" ")
-        while words and not words[0].startswith("%"):  # skips "result =" in front of a magic
-            words.pop(0)
-        follow = following(self._magics, words, self._shell.user_ns, fragment) if words else ()
-        return fragment, [each for each in follow if each.text.startswith(fragment)]
 
     def inspect(
         self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Sequence[str] = ()
@@ -122,13 +114,6 @@ class Completion:
         return Place(source[begin:], offset - begin, int(named) if named else None)
 
 
-class Match(NamedTuple):
-    """A completion, and the kind that a notebook shows beside it."""
-
-    text: str
-    type: str
-
-
 class Place(NamedTuple):
     """The place of the cursor in the source of a cell that runs on ranks."""
 
@@ -143,8 +128,8 @@ class Place(NamedTuple):
 
 def following(
     magics: object, words: list[str], namespace: dict[str, object], prefix: str
-) -> Iterator[Match]:
-    """Yield the completions for a line of one of ddpnb's magics: first names, then options.
+) -> Iterator[tuple[str, str]]:
+    """Yield completions and their kinds for a line of a magic: first names, then options.
 
     ``words`` are the complete words of the line, ``prefix`` is the beginning of the next word, and
     ``namespace`` has the notebook's variables.
@@ -159,9 +144,9 @@ def following(
     with contextlib.suppress(UserError):  # the store cannot be read, or does not have the run
         found = values(words, prefix)
         kind, texts = found or names(name, namespace, prefix)
-        yield from (Match(text, kind) for text in texts)
+        yield from ((text, kind) for text in texts)
     if found is None:
-        yield from (Match(text, "option") for text in flags(magic))
+        yield from ((text, "option") for text in flags(magic))
 
 
 Offered = tuple[str, Iterable[str]]

@@ -31,7 +31,7 @@ def after(line: str) -> dict[str, str]:
     """Return the completions of a line, in order, with the kind of each completion."""
     *words, last = line.split(" ")
     found = following(DdpMagics, words, {"here": 1}, last)
-    return {each.text: each.type for each in found if each.text.startswith(last)}
+    return {text: kind for text, kind in found if text.startswith(last)}
 
 
 @pytest.mark.parametrize("line", OFFERED)
