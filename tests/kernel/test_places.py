@@ -106,4 +106,5 @@ def test_all_works_where_folders_are_read_only_missing_small_or_long(place: Path
 
 
 def test_another_user_with_small_limits_can_do_all(place: Path):
-    check(place, "with runs", "usual", "small", "usual", limits="ulimit -n 256 -u 200")
+    limits = f'chown {OTHER_USER} "${{@: -1}}"; ulimit -n 256 -u 200'  # the connection file
+    check(place, "with runs", "usual", "small", "usual", limits=limits)
