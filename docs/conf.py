@@ -89,7 +89,8 @@ def change_source(app: Sphinx, docname: str, source: list[str]) -> None:
                 cell["metadata"] = {"tags": ["hide-input"]}
         source[0] = json.dumps(notebook)
     else:
-        links = r"\[([^\]]+)\]\(((?:\.\./)*(?:ddpnb/|benchmarks/results|solutions/)[^)]*)\)"
+        folders = r"ddpnb/|benchmarks/results|solutions/|Dockerfile|\.devcontainer/"
+        links = rf"\[([^\]]+)\]\(((?:\.\./)*(?:{folders})[^)]*)\)"
         source[0] = re.sub(links, lambda link: code_link(link, Path(docname).parent), source[0])
 
 
