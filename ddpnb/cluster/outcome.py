@@ -18,6 +18,8 @@ class Outcome:
     returned: dict[int, Any] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
     """Maps each dead rank that the other ranks need to the cause of its death."""
+    killed: set[int] = field(default_factory=set)
+    """The ranks that ddpnb killed because they waited without end."""
     hang: Hang | None = None
     timed_out: bool = False
     failed_at: float | None = None

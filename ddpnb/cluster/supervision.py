@@ -160,6 +160,7 @@ class Watch:
         running = self.call.running
         why = "because they did not stop in any other way. Killed ranks lose their variables"
         self.notify(sentence(f"{say(running, 'was')} killed {why}"))
+        self.outcome.killed |= set(running)
         self.cluster.kill(running)
 
     def _leave_broken_group(self) -> None:

@@ -64,10 +64,11 @@ CellInterrupt.__name__ = "KeyboardInterrupt"  # the name that Jupyter's clients 
 
 
 class HangError(OneLine, Exception):
-    """The ranks waited for each other without end, and ddpnb released them."""
+    """The ranks waited for each other without end, and ddpnb released or killed them."""
 
     def __init__(self, hang: Hang, lost: Collection[int] = ()) -> None:
-        super().__init__(f"{hang}. ddpnb released the waiting ranks. {_kept_but(lost)}")
+        how = "killed" if {each.rank for each in hang.waiting} & {*lost} else "released"
+        super().__init__(f"{hang}. ddpnb {how} the waiting ranks. {_kept_but(lost)}")
 
 
 def error_of(cluster: Cluster, outcome: Outcome) -> HangError | RankError | UserError | None:
@@ -89,6 +90,7 @@ def failures_of(cluster: Cluster, outcome: Outcome) -> list[Failure]:
             text=cause,
             traceback=(cluster.exits[rank].last_words if rank in cluster.exits else "",),
             failed_at=0.0,
+            is_consequence=rank in outcome.killed,
             is_death=True,
         )
         for rank, cause in outcome.lost.items()
@@ -187,10 +189,13 @@ def _traceback_lines(failure: Failure) -> list[str]:
 
 def _consequence_lines(failures: Sequence[Failure]) -> list[str]:
     """Return the lines about ranks that failed only because another rank had failed."""
-    waited = [failure.rank for failure in failures if failure.was_waiting]
+    dead = [failure.rank for failure in failures if failure.is_death]
+    waited = [f.rank for f in failures if f.was_waiting and not f.is_death]
     others = [failure.rank for failure in failures if not failure.was_waiting]
     how = "released from a collective that needs the failed rank"
     lines = [f"({say(waited, 'was')} {how})"] if waited else []
+    killed = "killed, because ddpnb could not release a wait for the failed rank"
+    lines += [f"({say(dead, 'was')} {killed}. {remedy(dead)})"] if dead else []
     why = "stopped because another rank had failed"
     return lines + ([f"({say(others, 'was')} {why})"] if others else [])
 

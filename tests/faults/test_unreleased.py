@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.session.errors import error_of, render_error
 from tests.cluster.rig import EIGHTH, run, started
 from tests.faults.conftest import SETUP, check_they_go_on
 
@@ -41,8 +42,12 @@ def test_ranks_that_wait_are_killed_and_the_others_go_on(
     ended = run(cluster, source)
     assert re.search(hang, ended.hang)
     assert list(ended.failures) == failed
-    assert list(ended.lost) == ([2] if "recv" in source else [1, 2])
+    assert sorted(ended.lost) == ([2] if "recv" in source else [1, 2])
     assert any("killed" in note for note in ended.notes)
+    lines = render_error(error_of(cluster, ended.watch.outcome)).splitlines()
+    assert lines[0].startswith("RankError: rank 0 failed: ZeroDivisionError") == (failed == [0])
+    assert "killed" in lines[-1]
+    assert "Run %ddp_restart --ranks" in lines[-1]
     cluster.bring_back(cluster.dead)
     run(cluster, SETUP)
     check_they_go_on(cluster)
