@@ -41,7 +41,7 @@ def wait_for_kernel(page: Page) -> None:
 def open_notebook(page: Page, address: str, path: str) -> None:
     page.goto(address.format(path=path))
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=90_000)
-    page.wait_for_selector(".jp-NotebookPanel-toolbar")
+    page.wait_for_selector(".jp-NotebookPanel-toolbar", timeout=90_000)
     page.add_style_tag(content=".Toastify { display: none }")  # JupyterLab's notifications
 
 
