@@ -269,8 +269,8 @@ def preload(*, counts_gpus: bool = True, package: str = "") -> int:
     if package not in ("", own := own_package()):
         raise UserError(f"The notebook has {package}, but ranks find {own}. Restart the kernel.")
     leave_debugger_out()
-    for name in ("ddpnb.rank.calls", *os.environ.get("DDPNB_PRELOAD", "").split()):
-        if not portable():
+    if not portable():
+        for name in ("ddpnb.rank.calls", *os.environ.get("DDPNB_PRELOAD", "").split()):
             importlib.import_module(name)
     gc.enable()
     gc.freeze()

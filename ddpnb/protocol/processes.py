@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import re
 import shutil
 import signal
 import socket
@@ -131,6 +132,13 @@ def may_have_gpus(root: Path = Path("/")) -> bool:
     """Return True if this host has a GPU driver, from Linux or from Windows (WSL)."""
     signs = ("dev/nvidiactl", "proc/driver/nvidia/version", "dev/dxg")  # the first may be late
     return any((root / sign).exists() for sign in signs)
+
+
+def gpu_driver(root: Path = Path("/")) -> str:
+    """Return the version of NVIDIA's driver on Linux; ``""`` if it is unknown."""
+    file = root / "proc/driver/nvidia/version"
+    found = re.search(r" (\d+\.[\d.]+) ", file.read_text()) if file.exists() else None
+    return found[1] if found else ""
 
 
 PIPE_SECONDS = 10.0

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import socket
 import sys
 import threading
@@ -19,7 +18,7 @@ from torch.distributed import destroy_process_group, init_process_group  # torch
 from ddpnb.compat import torch_internals
 from ddpnb.compat.probe import missing_features
 from ddpnb.protocol.messages import RankState
-from ddpnb.protocol.processes import ephemeral_ports, missing_here
+from ddpnb.protocol.processes import ephemeral_ports, gpu_driver, missing_here
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collectives import mismatch
 from ddpnb.rank.collectives.mismatch import MismatchCheck
@@ -239,11 +238,10 @@ class Group:
         )
 
 
-def gpu_software(driver: Path = Path("/proc/driver/nvidia/version")) -> str:
+def gpu_software(root: Path = Path("/")) -> str:
     """Return the versions of CUDA, NCCL and the GPU's driver, if they are known."""
-    found = re.search(r" (\d+\.[\d.]+) ", driver.read_text()) if driver.exists() else None
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    known = {"CUDA": torch.version.cuda, "NCCL": nccl, "driver": found and found[1]}
+    known = {"CUDA": torch.version.cuda, "NCCL": nccl, "driver": gpu_driver(root)}
     return ", ".join(f"{name} {version}" for name, version in known.items() if version)
 
 

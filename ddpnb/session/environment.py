@@ -14,7 +14,7 @@ from ddpnb.history.comparison import describe_ranks
 from ddpnb.history.store import runs_folder
 from ddpnb.protocol.cores import describe_cores
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.processes import may_have_gpus
+from ddpnb.protocol.processes import gpu_driver, may_have_gpus
 
 LIBRARIES = re.compile(
     "ddpnb|torch|nvidia-(nccl|cuda-runtime).*|ipython|ipykernel|ipyparallel|ipywidgets|jupyter-client"
@@ -31,7 +31,6 @@ def debug_info(root: Path = Path("/")) -> str:
     """
     named = [(re.sub("[-_.]+", "-", each.name or "").lower(), each) for each in distributions()]
     facts = {name: each.version for name, each in reversed(named) if LIBRARIES.fullmatch(name)}
-    driver = [each.read_text() for each in root.glob("proc/driver/nvidia/version")]
     models = [each.read_text() for each in root.glob("proc/driver/nvidia/gpus/*/information")]
     gpus = re.findall(r"Model:\s*(.+)", "\n".join(models))
     facts |= {
@@ -40,7 +39,7 @@ def debug_info(root: Path = Path("/")) -> str:
         "frontend": ", ".join(sorted({*FRONTENDS.findall("\n".join(os.environ))})) or "unknown",
         "cores": describe_cores(),
         "GPUs": ", ".join(gpus) or ("unknown" if may_have_gpus(root) else "none"),
-        "GPU driver": " ".join(re.findall(r" (\d+\.[\d.]+) ", "\n".join(driver))[:1]) or "none",
+        "GPU driver": gpu_driver(root) or "none",
         "stored runs": "DDPNB_DATA" if os.environ.get("DDPNB_DATA") else _place(runs_folder()),
     }
     module, cluster = sys.modules.get("ddpnb.session.session"), None

@@ -107,11 +107,12 @@ DRIVERS = {
 def test_the_software_of_a_gpu_is_named(tmp_path: Path, monkeypatch, line: str):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
-    file = tmp_path / "version"
     if line:
+        file = tmp_path / "proc/driver/nvidia/version"
+        file.parent.mkdir(parents=True)
         file.write_text(f"NVRM version: {line}\nGCC version:  gcc version 11.4.0 (Ubuntu)\n")
     driver = f", driver {DRIVERS[line]}" * bool(line)
-    assert gpu_software(file) == f"CUDA 13.0, NCCL 2.28.9{driver}"
+    assert gpu_software(tmp_path) == f"CUDA 13.0, NCCL 2.28.9{driver}"
 
 
 CHECKED = """
