@@ -1,4 +1,4 @@
-"""Measures how a step changes with ``ddp-shm``, with step accounting and with ``training_step``."""
+"""Measures how a step changes with step accounting and with ``training_step``."""
 
 import contextlib
 import multiprocessing
@@ -60,30 +60,8 @@ class Case:
     limit: str
 
 
-def wide_linear() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(3300, 3300))
-
-
-LARGE = partial(Case, model=wide_linear, input_shape=(3300,), num_global=16)
 SMALL = partial(Case, model=digits.model, input_shape=(1, 8, 8))
 CASES = (
-    LARGE(
-        name="samples/s of ddp-shm, compared with ddp over gloo (one linear layer of 11 M floats, "
-        "global batch 16)",
-        ours="ddp-shm",
-        theirs="ddp",
-        num_turns=15,
-        num_steps=3,
-        limit=">= 1.0",
-    ),
-    SMALL(
-        name="samples/s of ddp-shm, compared with ddp over gloo (digits CNN of 0.3 M floats, "
-        "global batch 256)",
-        num_global=256,
-        ours="ddp-shm",
-        theirs="ddp",
-        limit=">= 0.97",
-    ),
     *(
         SMALL(
             name="samples/s of ddp with step accounting, compared with ddp without step "

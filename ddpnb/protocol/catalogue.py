@@ -142,13 +142,6 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
             ),
         },
     ),
-    "ddp-shm": StrategyEntry(
-        about="ddp with an all-reduce in shared memory; runs only on CPU ranks",
-        import_path="ddpnb.rank.strategies.ddp_shm:DdpShm",
-        look=Style("#174f86", "dashed", "h"),
-        needs_shared_memory=True,
-        across_hosts="ddp",
-    ),
     "ddp-by-hand": StrategyEntry(
         about="ddp written by hand: one all-reduce of all gradients, then the update",
         import_path="ddpnb.rank.strategies.ddp_by_hand:DdpByHand",

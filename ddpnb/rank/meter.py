@@ -87,9 +87,9 @@ class Meter:
         return taken
 
     @contextlib.contextmanager
-    def communicating(self, phase: Phase = "communication") -> Iterator[None]:
-        """Count the time in this context as ``phase``: ``"communication"`` or ``"waiting"``."""
-        before = self.begin(phase)
+    def communicating(self) -> Iterator[None]:
+        """Count the time in this context as communication."""
+        before = self.begin("communication")
         try:
             yield
         finally:

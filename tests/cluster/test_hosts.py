@@ -146,7 +146,7 @@ def test_a_run_that_is_stopped_is_judged(cluster, tmp_path, strategy, monkeypatc
 
 def test_shared_memory_is_refused_across_hosts(cluster, tmp_path):
     with pytest.raises(UserError, match=r"dp .*Instead, compare ddp"):
-        rig.prepared(cluster, tmp_path, "dp", "hogwild", "ddp", "central", "ddp-shm", **TRAINED)
+        rig.prepared(cluster, tmp_path, "dp", "hogwild", "ddp", "central", **TRAINED)
 
 
 def test_a_rank_that_leaves_a_call_out_is_named(cluster):

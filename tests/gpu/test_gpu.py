@@ -61,7 +61,7 @@ def notes(result, strategy: str) -> tuple[str, ...]:
 
 
 def test_no_strategy_is_forgotten():
-    assert {*SAME, *NEAR, "single", "no-comm", "hogwild", "ddp-shm", "fsdp"} == set(STRATEGIES)
+    assert {*SAME, *NEAR, "single", "no-comm", "hogwild", "fsdp"} == set(STRATEGIES)
 
 
 def test_one_rank_uses_nccl_on_its_gpu_and_its_tensors_come_to_the_kernel_without_cuda():

@@ -24,7 +24,7 @@ CELLS = (
     "%ddp_start -n 2 --device cpu",
     "%ddp_compare ddp --task synthetic --epochs 0.2 --name race",
     "%%ddp --name loop\nimport ddpnb\nfor i in range(3):\n    ddpnb.log(loss=1.0, samples=4)",
-    "%ddp_compare ddp-shm async --task synthetic --epochs 0.2 --no-baseline --name shared",
+    "%ddp_compare hogwild async --task synthetic --epochs 0.2 --no-baseline --name shared",
     "%ddp_compare ddp --task synthetic --epochs 0.2 --devices 2xV100 --as resnet18",
     "import numpy as np\nbig = np.ones(1 << 20)\n%ddp_push big",
     "%ddp_runs",

@@ -190,7 +190,7 @@ loop.release_memory = count
 def test_nothing_of_a_finished_strategy_takes_memory_from_the_next(kernel: Kernel):
     """DDP's C++ code and IPython's latest traceback keep objects that Python cannot collect."""
     assert kernel.run(COUNT).passed
-    names = "ddp dp async local-sgd gossip zero fsdp hogwild ddp-shm ddp-overlap-by-hand"
+    names = "ddp dp async local-sgd gossip zero fsdp hogwild ddp-overlap-by-hand"
     assert kernel.run(COMPARED.replace("compare ddp", f"compare {names}"), timeout=120).passed
     kernel.run(OWN + AVERAGING.replace("return loss", "return None"))
     kernel.run(OWN + AVERAGING.replace("replica.update", "missing"))

@@ -38,7 +38,7 @@ DELAY_SECONDS = 0.45
 """A delay that is far longer than the computation, even on a busy machine."""
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp-shm", "local-sgd:every=2", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "local-sgd:every=2", "fsdp"])
 def test_to_wait_for_a_slow_rank_is_no_computing(ranks, strategy):
     late = (f"1:{round(1000 * DELAY_SECONDS)}ms",)
     spec = spec_of(strategy, slow=late, batch_size=100, num_epochs=2)

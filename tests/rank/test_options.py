@@ -72,7 +72,7 @@ def test_momentum_is_what_was_chosen(ranks, strategy, momentum, used):
             build_context(replace(spec, source=own.source), Surroundings(state=make_state(0, 2)))
 
 
-@pytest.mark.parametrize("word", ["hogwild", "ddp-shm", "single:threads=all"])
+@pytest.mark.parametrize("word", ["hogwild", "single:threads=all"])
 def test_what_a_strategy_cannot_do_is_refused(word):
     context = build_context(spec_of("ddp"), Surroundings(state=make_state(0, 2)))
     worker = replace(context.worker("t", num_steps=1), device=torch.device("cuda"))

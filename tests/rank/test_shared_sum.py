@@ -2,13 +2,15 @@
 
 import random
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ddpnb.compat import torch_internals
 from ddpnb.rank.collectives.sums import SharedSums
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -24,13 +26,19 @@ def stress(state, folder: Path) -> int:
     """Add tensors of random sizes, and read some late. Return the number of wrong sums."""
     sizes, pauses, num_wrong = random.Random(7), random.Random(state.rank), 0
 
-    @contextmanager
-    def waiting():
-        yield
-        if pauses.random() < 0.02:
-            time.sleep(0.003)
+    def late(wait):
+        def wait_and_pause(*args):
+            wait(*args)
+            if pauses.random() < 0.02:
+                time.sleep(0.003)
 
-    with closing(SharedSums(folder / "stress", lambda: None, waiting)) as shared:
+        return wait_and_pause
+
+    with (
+        mock.patch.object(torch_internals, "wait_for_all", late(torch_internals.wait_for_all)),
+        mock.patch.object(SharedSums, "_wait_for_sums", late(SharedSums._wait_for_sums)),
+        closing(SharedSums(folder / "stress", lambda: None)) as shared,
+    ):
         for number in range(200):
             most = 800_000 if number % 20 == 0 else 5000
             size, dtype = sizes.choice([1, 2, 3, sizes.randint(1, most)]), sizes.choice(DTYPES)

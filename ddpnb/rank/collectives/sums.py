@@ -12,7 +12,6 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
@@ -35,8 +34,6 @@ class SharedSums:
     """Path prefix of the files that the ranks share in the run folder."""
     check: Callable[[], None]
     """Function that raises an error if this rank should stop waiting."""
-    waiting: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Function that returns a context manager to enter while this rank waits for other ranks."""
 
     def __post_init__(self) -> None:
         self._slots: dict[str, Tensor] = {}
@@ -61,16 +58,14 @@ class SharedSums:
         part = _part_bytes(flat, num_ranks) // flat.element_size()
         parts = [slice(rank * part, (rank + 1) * part) for rank in range(num_ranks)]
         slots[own] = flat
-        with self.waiting():
-            torch_internals.wait_for_all(group)
+        torch_internals.wait_for_all(group)
         around = [(own - 1 - place) % num_ranks for place in range(num_ranks)]
         mine = flat[parts[own]]
         mine.copy_(slots[around[0]][parts[own]])
         for rank in around[1:]:
             mine += slots[rank][parts[own]]
         slots[own][parts[own]] = mine
-        with self.waiting():
-            self._wait_for_sums(group, number)
+        self._wait_for_sums(group, number)
         for rank in around[:-1]:
             flat[parts[rank]] = slots[rank][parts[rank]]
 

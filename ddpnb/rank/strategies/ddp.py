@@ -41,21 +41,18 @@ DEFAULT_CAP_MB: Final = 25.0
 class DdpStrategy(Strategy):
     """The base class of strategies that train a model wrapped in ``DistributedDataParallel``."""
 
-    divisor: int
-    """The number by which DDP divides the sum of all ranks' gradients."""
-
     def wrap(self, worker: Worker, **options: Any) -> None:
         """Wrap the model in DDP. DDP broadcasts rank 0's weights. Every rank takes part."""
         device_ids = [worker.device] if worker.device.type == "cuda" else None
         self.ddp = DistributedDataParallel(worker.model, device_ids=device_ids, **options)
-        self.divisor = worker.world_size
 
     def step(self, batch: Batch) -> Tensor:
         """Train on this rank's slice of one global batch. Every rank takes part."""
         # forward; backward and, at the same time, communicate: DDP averages the gradients of each
         # bucket over the ranks. The weight turns this mean over ranks into a mean over samples.
+        weight = self.worker.world_size * batch.weight
         loss = self.worker.compute_gradients(
-            batch, weight=self.divisor * batch.weight, model=self.ddp, unsynced=self.ddp.no_sync
+            batch, weight=weight, model=self.ddp, unsynced=self.ddp.no_sync
         )
         # update: the same on every rank (in zero, each rank updates its part and sends it)
         self.worker.update(self.optimizer)

@@ -170,7 +170,7 @@ def refuse_sum(context: RunContext, worker: Worker) -> None:
 
 def _wraps_model(strategy: str) -> bool:
     """Return True if the task's step gets the model in a wrapper that has only ``forward``."""
-    return parse_strategy(strategy).name in ("ddp", "ddp-shm", "zero")
+    return parse_strategy(strategy).name in ("ddp", "zero")
 
 
 def check_strategy(strategy: str, worker: Worker) -> None:

@@ -23,7 +23,7 @@ CHOICES: Mapping[str, Sequence[tuple[str, str]]] = {
     "one machine": (
         ("central", "no equivalent (parameters on the CPU); CentralStorageStrategy"),
         ("ddp", "DistributedDataParallel; MirroredStrategy"),
-        ("ddp-shm", "DistributedDataParallel (gloo); MirroredStrategy on CPUs"),
+        ("ddp", "DistributedDataParallel (gloo); MirroredStrategy on CPUs"),
     ),
     "several machines": (
         ACROSS,

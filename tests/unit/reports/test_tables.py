@@ -120,7 +120,7 @@ GPU = replace(CPU, device="cuda:0", has_peer_access=True)
         ([GPU, GPU], "ddp", "MirroredStrategy"),
         ([replace(GPU, has_peer_access=False)] * 2, "central", "CentralStorageStrategy"),
         ([GPU, replace(GPU, host="other")], "ddp", "MultiWorkerMirroredStrategy"),
-        ([CPU, CPU], "ddp-shm", "MirroredStrategy on CPUs"),
+        ([CPU, CPU], "ddp", "MirroredStrategy on CPUs"),
         ([CPU], "single", "OneDeviceStrategy"),
     ],
 )

@@ -117,7 +117,7 @@ MISTAKES = {
     "hogwild:momentum=-1": ["hogwild:momentum", "at least 0"],
     "async:compensate=yes": ["async:compensate", "'yes'"],
     "async:compensate=-1": ["async:compensate", "at least 0"],
-    "ddp ddp-shm --link 1GbE": ["ddp-shm", "Remove --link"],
+    "ddp hogwild --link 1GbE": ["hogwild", "Remove --link"],
     "hogwild --devices 8": ["Remove --devices", "remove hogwild"],
     "--epochs 1": ["Name the strategies"],
     "ddp --repeats 0": ["--repeats", "at least 1"],
