@@ -21,22 +21,38 @@ def code_of(path: Path) -> list[NotebookNode]:
     return [cell for cell in read(path).cells if cell.cell_type == "code"]
 
 
-def shortened(source: str, part: int = 3) -> str:
-    """Divide a cell's epochs by ``part``, except in a cell that waits for ``--kill``."""
+def shortened(source: str) -> str:
+    """Divide a cell's epochs by 3, except in a cell that waits for ``--kill``."""
     if "--kill" in source:
         return source
     words = r"--epochs (\d+)"
-    return re.sub(words, lambda found: f"--epochs {max(1, int(found[1]) // part)}", source)
+    return re.sub(words, lambda found: f"--epochs {max(1, int(found[1]) // 3)}", source)
 
 
-def executed(path: Path, folder: Path, part: int = 3) -> NotebookNode:
+def with_gaps(path: Path) -> NotebookNode:
+    """Return a lesson in which each solution follows its gap and the check of the gap."""
+    solved, gaps = read(path), read(NOTEBOOKS / path.name).cells
+    cells = []
+    for number, cell in enumerate(solved.cells):
+        if (check := solved.cells[number + 1 : number + 2]) and is_check(check[0]):
+            pair = gaps[number : number + 2]
+            cells += [nbformat.from_dict(gap | {"id": f"{gap.id}-gap"}) for gap in pair]
+        cells.append(cell)
+    solved.cells = cells
+    return solved
+
+
+def is_check(cell: NotebookNode) -> bool:
+    return cell.source.startswith("%ddp_exercise")
+
+
+def executed(notebook: NotebookNode, folder: Path) -> NotebookNode:
     """Run a shortened lesson from top to bottom. ``folder`` replaces the project folder."""
     (folder / "data").mkdir()
     (folder / "notebooks").mkdir()
-    notebook = read(path)
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.outputs, cell.source = [], shortened(cell.source, part)
+            cell.outputs, cell.source = [], shortened(cell.source)
     resources = {"metadata": {"path": str(folder / "notebooks")}}
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("PYTEST_")]:

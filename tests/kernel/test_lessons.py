@@ -11,7 +11,7 @@ from nbformat import NotebookNode
 from ddpnb.course.exercises import HINTS
 from ddpnb.course.in_notebook import CHECKS
 from tests.kernel.client import Kernel
-from tests.lessons import NOTEBOOKS, SOLUTIONS, code_of, executed
+from tests.lessons import NOTEBOOKS, SOLUTIONS, code_of, executed, is_check, read, with_gaps
 
 
 def errors_of(cell: NotebookNode) -> list[str]:
@@ -20,15 +20,17 @@ def errors_of(cell: NotebookNode) -> list[str]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", SOLUTIONS[1:], ids=lambda path: path.stem)
-def test_a_lesson_runs_and_its_solutions_are_right(path: Path, tmp_path: Path):
-    notebook = executed(path, tmp_path)
+def test_a_lesson_runs_a_gap_stops_nothing_and_the_solutions_are_right(path: Path, tmp_path: Path):
+    notebook = executed(with_gaps(path), tmp_path)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     mistakes = [cell for cell in cells if "raises-exception" in cell.metadata.get("tags", ())]
-    checks = [cell for cell in cells if cell.source.startswith("%ddp_exercise")]
-    assert len(checks) >= 2
-    for cell in checks:
-        number = cell.source.split()[-1]
-        assert [output.get("text") for output in cell.outputs] == [
+    checks = [cell for cell in cells if is_check(cell)]
+    assert len(checks) >= 4
+    for gap, solution in zip(checks[::2], checks[1::2], strict=True):
+        number = solution.source.split()[-1]
+        assert gap.source == solution.source
+        assert errors_of(gap) == ["UserError"]
+        assert [output.get("text") for output in solution.outputs] == [
             f"Exercise {number} is solved.\n"
         ]
     for cell in mistakes:
@@ -45,18 +47,10 @@ def test_a_lesson_runs_and_its_solutions_are_right(path: Path, tmp_path: Path):
 
 @pytest.mark.timeout(300)
 def test_the_notebook_for_colab_runs(tmp_path: Path):
-    cells = executed(NOTEBOOKS / "colab.ipynb", tmp_path).cells
+    cells = executed(read(NOTEBOOKS / "colab.ipynb"), tmp_path).cells
     pictures = [output for cell in cells for output in cell.get("outputs", ()) if "data" in output]
     assert sum("image/png" in output.data for output in pictures) == 2
     assert (tmp_path / "notebooks" / "emulated.html").exists()
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("path", SOLUTIONS, ids=lambda path: path.stem)
-def test_a_lesson_runs_to_its_end_although_no_exercise_is_solved(path: Path, tmp_path: Path):
-    notebook = executed(NOTEBOOKS / path.name, tmp_path, part=30)
-    cells = [cell for cell in notebook.cells if cell.source.startswith("%ddp_exercise")]
-    assert all(errors_of(cell) == ["UserError"] for cell in cells)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -98,7 +97,8 @@ def run(kernel: Kernel, command: str) -> str:
     """Run a shell command in the notebook's folder, and return its output."""
     environment = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"}
     environment |= {"OMP_NUM_THREADS": "1"}
-    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    # This is the module of the command torchrun.
+    command = command.replace("torchrun", f"{sys.executable} -m torch.distributed.run")
     options = {"cwd": kernel.folder, "env": environment, "timeout": 180}
     ended = subprocess.run(command, shell=True, capture_output=True, text=True, **options)
     assert ended.returncode == 0, ended.stderr

@@ -17,6 +17,10 @@ def is_gap(cell: NotebookNode) -> bool:
     return bool(cell.metadata.get("nbgrader", {}).get("solution"))
 
 
+def may_fail(cell: NotebookNode) -> bool:
+    return "raises-exception" in cell.metadata.get("tags", ())
+
+
 @pytest.mark.parametrize("path", SOLUTIONS, ids=lambda path: path.stem)
 def test_students_have_the_same_lesson_without_solutions_and_outputs(path: Path):
     ours, theirs = read(path).cells, read(NOTEBOOKS / path.name).cells
@@ -31,6 +35,17 @@ def test_students_have_the_same_lesson_without_solutions_and_outputs(path: Path)
     assert all("..." in gap and "SOLUTION" not in gap for gap in gaps)
     assert all("### BEGIN SOLUTION" in cell.source for cell in ours if is_gap(cell))
     assert not any(cell.get("outputs") for cell in theirs)
+
+
+@pytest.mark.parametrize("path", SOLUTIONS, ids=lambda path: path.stem)
+def test_no_cell_needs_a_solution_so_an_unsolved_lesson_runs_to_its_end(path: Path):
+    solutions = "\n".join(cell.source for cell in code_of(path) if is_gap(cell))
+    others = "\n".join(
+        cell.source for cell in code_of(path) if not (is_gap(cell) or may_fail(cell))
+    )
+    defined = re.findall(r"^(?:def |class )?(\w+)(?:\(.*| = .*)$", solutions, re.MULTILINE)
+    assert defined
+    assert not {*defined} & {*re.findall(r"(?<![\w.])\w+", others)}  # not .steps() of a result
 
 
 def test_every_exercise_has_its_check_its_hint_and_its_place():
