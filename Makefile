@@ -5,7 +5,8 @@ CANDIDATES := python3 python3.11 python3.12 python3.13 python3.14 python
 PYTHON ?= $(shell for p in $(CANDIDATES); do if $$p -c '$(IS_NEW)' 2>/dev/null; then echo $$p; break; fi; done)
 VENV := .venv
 BIN := $(VENV)/bin
-# Python compiles a module on its first import, so compiling all modules would only cost time.
+# Python compiles a module on its first import and stores the result, even if the caller forbids this. So pip need not compile.
+export PYTHONDONTWRITEBYTECODE :=
 INSTALL := $(BIN)/pip install --quiet --no-compile --constraint constraints.txt
 ALLOW_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 TORCH := $(VENV)/.torch-installed
