@@ -1,6 +1,7 @@
 """Runs a child of the fork server, from its start to its exit.  Runs on the ranks."""
 
 import gc
+import importlib
 import json
 import os
 import signal
@@ -13,7 +14,6 @@ from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddpnb.compat.debugger import leave_debugger_out
 from ddpnb.protocol.processes import die_with_parent, process_log
 
 Frame = dict[str, Any]
@@ -80,6 +80,15 @@ def run(settings: Frame, pipe: Connection, folder: Path) -> None:
         "--IPEngine.timeout=120",  # s; many ranks register at once
     ]
     engine.run(settings | {"engine_arguments": arguments}, pipe=pipe, folder=folder)
+
+
+def leave_debugger_out() -> None:
+    """Import ipykernel without debugpy, which takes 0.3 s.  No client can debug a rank."""
+    if "ipykernel.debugger" not in sys.modules:
+        absent: Any = None  # makes an import raise ImportError
+        sys.modules["debugpy"] = absent
+        importlib.import_module("ipykernel.debugger")
+        del sys.modules["debugpy"]
 
 
 def redirect_output(path: Path) -> None:

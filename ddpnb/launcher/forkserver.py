@@ -36,8 +36,7 @@ from typing import TextIO
 
 gc.disable()  # imports create little garbage; ``preload`` freezes the objects before forks
 
-from ddpnb.compat.debugger import leave_debugger_out  # noqa: E402
-from ddpnb.launcher.child import Frame, run_child  # noqa: E402
+from ddpnb.launcher.child import Frame, leave_debugger_out, run_child  # noqa: E402
 from ddpnb.protocol.errors import UserError  # noqa: E402
 from ddpnb.protocol.processes import (  # noqa: E402
     ForkServerEvent,

@@ -6,7 +6,7 @@ from queue import Empty
 import pytest
 
 from tests.cluster.rig import ALL_REDUCE
-from tests.kernel.client import Kernel
+from tests.kernel.client import Kernel, both
 
 pytestmark = pytest.mark.usefixtures("unharmed")
 
@@ -100,3 +100,8 @@ def test_a_script_stops_too(kernel: Kernel):
     assert "1000" in cell.by_rank[1]
     assert cell.by_rank[0] == ["after 0"]
     assert cell.by_rank[1][-1] == "after 1"
+
+
+def test_a_rank_imports_debugpy_only_if_a_cell_does(kernel: Kernel):
+    cell = kernel.run("%%ddp\nimport sys\nprint('debugpy' in sys.modules)\nimport debugpy")
+    assert cell.passed.by_rank == both("False")

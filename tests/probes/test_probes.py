@@ -39,7 +39,6 @@ LOOKED_AT = {
     if IPython.version_info >= (8,)
     else "IPython.core.ultratb:VerboseTB.format_record",
     "keeps_results": "IPython.core.interactiveshell:InteractiveShell._tee",
-    "asks_for_debugger": "ipykernel:__path__",
     "gloo_notices_ends": "select:epoll",
 }
 """A library part that each probe looks for, by the probe's name."""
