@@ -73,7 +73,7 @@ compat: $(COMPAT)  ## Test accelerate, Lightning, transformers and PyTorch's tut
 
 portable: $(STAMP)  ## Test the way that macOS needs, on Linux without the functions that macOS lacks
 	$(BIN)/python tests/portable/gloo_abort.py
-	PYTHONPATH=$(CURDIR)/tests/portable $(PYTEST) tests/rank tests/faults tests/kernel
+	PYTHONPATH=$(CURDIR)/tests/portable $(PYTEST) -n 2 tests/rank tests/faults tests/kernel
 
 $(STACKS): %: build/%/.installed  ## Test with the versions of Colab, of hubs, or with the lowest (tests/stacks)
 	build/$*/bin/pytest $(PARALLEL) $(STACK_TESTS)
