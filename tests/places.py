@@ -13,7 +13,6 @@ OTHER_USER = 4242
 SHM = {
     "usual": "",
     "read-only": "mount -t tmpfs -o ro none /dev/shm",
-    "tiny": "mount -t tmpfs -o size=1m,mode=1777 none /dev/shm",
     "small": "mount -t tmpfs -o size=64m,mode=1777 none /dev/shm",
     "absent": """
         mkdir {folder}/dev; mount --bind /dev {folder}/dev; mount -t tmpfs -o mode=755 none /dev
