@@ -81,7 +81,7 @@ def test_without_readable_groups_there_is_no_quota(tmp_path: Path, text: str):
 # -- a real cgroup -------------------------------------------------------------------------
 
 GROUPS = Path("/sys/fs/cgroup")
-SPIN = "import time; end = time.monotonic() + 2.5\nwhile time.monotonic() < end: pass"
+SPIN = "import time; end = time.monotonic() + {seconds}\nwhile time.monotonic() < end: pass"
 MEASURE = """
 import time
 from ddpnb.protocol.cores import num_cores
@@ -118,12 +118,12 @@ def joins() -> Iterator[str]:
 
 @pytest.mark.parametrize("is_inside", [False, True])
 def test_other_programs_are_measured_inside_a_container(joins: str, is_inside: bool):
-    spin = f"exec {sys.executable} -c '{SPIN}'"
+    spin = f"exec {sys.executable} -c '{SPIN.format(seconds=60)}'"
     measure = f"{joins}; exec {sys.executable} -c '{MEASURE}'"
     with subprocess.Popen(["sh", "-c", f"{joins}; {spin}" if is_inside else spin]) as other:
         time.sleep(0.3)
         done = subprocess.run(["sh", "-c", measure], capture_output=True, text=True, check=True)
-        other.wait(30)
+        other.kill()
     cores, share = map(float, done.stdout.split())
     assert cores == 0.5
     assert (share >= LEAST_SHARE) is is_inside
@@ -131,7 +131,8 @@ def test_other_programs_are_measured_inside_a_container(joins: str, is_inside: b
 
 @pytest.mark.parametrize("is_own", [False, True])
 def test_a_busy_process_counts_unless_the_kernel_has_started_it(is_own: bool):
-    command = f"{sys.executable} -c '{SPIN}' >/dev/null & echo $!; {'wait' if is_own else ''}"
+    spin = f"{sys.executable} -c '{SPIN.format(seconds=2.5)}'"
+    command = f"{spin} >/dev/null & echo $!; {'wait' if is_own else ''}"
     with subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, text=True) as shell:
         busy = psutil.Process(int(shell.stdout.readline()))
         if not is_own:  # the process is then no descendant of this one
