@@ -138,10 +138,10 @@ def unboxed_work(boxed: Any) -> Any:
 
 
 def is_sum(how: Any) -> bool:
-    """Return True if the second argument of an all-reduce asks for a sum."""
-    is_boxed = isinstance(how, torch.ScriptObject)
-    operation = how.op() if is_boxed else getattr(how, "reduceOp", how)
-    return bool(operation == dist.ReduceOp.SUM)
+    """Return True if the second argument of an all-reduce asks for a sum; False if unknown."""
+    if isinstance(how, torch.ScriptObject):
+        return hasattr(how, "op") and bool(how.op() == dist.ReduceOp.SUM)  # torch 2.8 has no "op"
+    return bool(getattr(how, "reduceOp", how) == dist.ReduceOp.SUM)
 
 
 def wait_for_all(group: Any) -> None:

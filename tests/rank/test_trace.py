@@ -38,7 +38,7 @@ def calls_of_all_kinds(state, folder) -> tuple[RankSpans, int | None, int]:
         dist.gather(mine, parts if rank == 0 else None, 0)
         dist.all_gather(parts, mine)
         dist.reduce_scatter(mine, parts)
-        dist.all_to_all(parts, [each.clone() for each in parts])
+        dist.all_to_all_single(torch.zeros(num * SIZE), torch.cat(parts))
         with torch.inference_mode():
             dist.all_reduce(mine)
             dist.all_reduce(torch.ones(SIZE))
@@ -140,7 +140,12 @@ TENS = [((10 * rank, 10 * rank + 1, 10 * rank + 2, 10 * rank + 3),) for rank in 
         ({"name": "all_reduce"}, [((60, 63, 66, 69),)] * 3),
         ({"name": "reduce", "op": "max", "root": 2}, [(), (), TENS[2]]),
         ({"name": "all_gather"}, [tuple(each[0][:2] for each in TENS)] * 3),
-        ({"name": "reduce_scatter", "op": "min"}, [((10, 11),), ((12, 13),), ((14, 15),)]),
+        pytest.param(
+            *({"name": "reduce_scatter", "op": "min"}, [((10, 11),), ((12, 13),), ((14, 15),)]),
+            marks=pytest.mark.skipif(
+                torch.__version__ < "2.11", reason="gloo of torch 2.8 always sums here"
+            ),
+        ),
         (
             {"name": "all_to_all"},
             [tuple((n + k, n + k + 1) for n in (10, 20, 30)) for k in (0, 2, 4)],
