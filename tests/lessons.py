@@ -34,9 +34,9 @@ def with_gaps(path: Path) -> NotebookNode:
     solved, gaps = read(path), read(NOTEBOOKS / path.name).cells
     cells = []
     for number, cell in enumerate(solved.cells):
-        if (check := solved.cells[number + 1 : number + 2]) and is_check(check[0]):
-            pair = gaps[number : number + 2]
-            cells += [nbformat.from_dict(gap | {"id": f"{gap.id}-gap"}) for gap in pair]
+        if is_check(cell):  # the solution is the last cell so far
+            pair = gaps[number - 1 : number + 1]
+            cells[-1:-1] = [nbformat.from_dict(gap | {"id": f"{gap.id}-gap"}) for gap in pair]
         cells.append(cell)
     solved.cells = cells
     return solved
@@ -44,6 +44,10 @@ def with_gaps(path: Path) -> NotebookNode:
 
 def is_check(cell: NotebookNode) -> bool:
     return cell.source.startswith("%ddp_exercise")
+
+
+def may_fail(cell: NotebookNode) -> bool:
+    return "raises-exception" in cell.metadata.get("tags", ())
 
 
 def executed(notebook: NotebookNode, folder: Path) -> NotebookNode:

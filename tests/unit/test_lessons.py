@@ -10,15 +10,11 @@ from nbformat import NotebookNode
 from ddpnb.course.exercises import HINTS
 from ddpnb.course.in_notebook import CHECKS
 from ddpnb.history.store import FILE_NAME, Store
-from tests.lessons import NOTEBOOKS, SOLUTIONS, code_of, read
+from tests.lessons import NOTEBOOKS, SOLUTIONS, code_of, may_fail, read
 
 
 def is_gap(cell: NotebookNode) -> bool:
     return bool(cell.metadata.get("nbgrader", {}).get("solution"))
-
-
-def may_fail(cell: NotebookNode) -> bool:
-    return "raises-exception" in cell.metadata.get("tags", ())
 
 
 @pytest.mark.parametrize("path", SOLUTIONS, ids=lambda path: path.stem)
