@@ -1,4 +1,4 @@
-"""Measures how a step changes with step accounting and with ``training_step``."""
+"""Measures how a step of ``ddp`` changes with step accounting and with ``training_step``."""
 
 import contextlib
 import multiprocessing
@@ -6,7 +6,6 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -32,64 +31,49 @@ from ddpnb.rank.worker import Batch, Worker
 NUM_RANKS = 2
 
 
+NUM_LAUNCHES = 4
+"""The number of times that processes start and do all turns. The place of a model in memory can
+make it one percent slower until its process ends, so several launches are needed."""
+NUM_STEPS = 50
+"""The number of steps of each trainer in a turn."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Two strategies that train the same model in turns."""
+    """Two trainings of the same model with ``ddp``, in turns."""
 
     name: str
-    model: Callable[[], nn.Module]
-    input_shape: tuple[int, ...]
     num_global: int
     """The number of samples of a global batch."""
-    ours: str
-    theirs: str
     is_timed: bool = True
     """True if ``theirs`` has step accounting too."""
     is_general: bool = False
     """True if ``ours`` uses a ``training_step`` on a dict, and ``theirs`` uses the shorthand. Both
     then fetch their batches."""
-    num_turns: int = 25
-    """The number of rates that each strategy reports."""
-    num_blocks: int = 1
-    """The number of blocks of each strategy in a turn."""
-    num_steps: int = 10
-    """The number of steps in a block."""
-    num_launches: int = 1
-    """The number of times that processes start and do all turns. The place of a model in memory can
-    make it one percent slower until its process ends, so several launches are needed."""
+    num_turns: int
+    """The number of rates that each training reports."""
     limit: str
 
 
-SMALL = partial(Case, model=digits.model, input_shape=(1, 8, 8))
 CASES = (
     *(
-        SMALL(
+        Case(
             name="samples/s of ddp with step accounting, compared with ddp without step "
             f"accounting (digits CNN, global batch {num_global})",
             num_global=num_global,
-            ours="ddp",
-            theirs="ddp",
             is_timed=False,
-            num_launches=4,
             num_turns=10,
-            num_blocks=50,
-            num_steps=1,
             limit=limit,
         )
         for num_global, limit in ((256, ">= 0.99"), (64, ">= 0.97"))
     ),
     *(
-        SMALL(
+        Case(
             name="samples/s of ddp with a training_step on dicts, compared with model and loss on "
             f"pairs (digits CNN, global batch {num_global})",
             num_global=num_global,
-            ours="ddp",
-            theirs="ddp",
             is_general=True,
-            num_launches=4,
             num_turns=12,
-            num_blocks=50,
-            num_steps=1,
             limit=">= 0.99",
         )
         for num_global in (256, 64)
@@ -104,15 +88,13 @@ def training_step(model: nn.Module, batch: Any) -> Tensor:
 class Trainer:
     """One strategy on one rank, which trains on the same batch in every step."""
 
-    def __init__(
-        self, case: Case, word: str, rank: int, folder: Path, is_timed: bool, is_ours: bool
-    ) -> None:
+    def __init__(self, case: Case, rank: int, folder: Path, is_timed: bool, is_ours: bool) -> None:
         self.clock = Clock(torch.device("cpu")) if is_timed else None
-        self.strategy: Strategy = make_strategy(word, {})
+        self.strategy: Strategy = make_strategy("ddp", {})
         torch.manual_seed(0)
-        model = case.model()
+        model = digits.model()
         num_samples = case.num_global // NUM_RANKS
-        inputs = torch.randn(num_samples, *case.input_shape)
+        inputs = torch.randn(num_samples, 1, 8, 8)
         targets = torch.randint(0, 10, (num_samples,))
         self.batch = Batch(
             tree=(inputs, targets), num_samples=num_samples, num_global=case.num_global
@@ -126,7 +108,7 @@ class Trainer:
         self.strategy.setup(
             Worker(
                 model=model,
-                make_model=case.model,
+                make_model=digits.model,
                 training_step=training_step if is_general else CLASSIFY,
                 make_optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9),
                 device=torch.device("cpu"),
@@ -141,17 +123,17 @@ class Trainer:
             )
         )
 
-    def seconds(self, num_steps: int) -> float:
+    def seconds(self) -> float:
+        """Return the seconds of one step."""
         dist.barrier()
         began = time.perf_counter()
         if self.clock is not None:
             self.clock.start()
-        for _ in range(num_steps):
-            loss = self.strategy.step(self.fetched())
-            if self.clock is not None:
-                self.clock.timing(StepEvent(num_samples=self.batch.num_samples), {"loss": loss})
-            else:
-                loss.item()
+        loss = self.strategy.step(self.fetched())
+        if self.clock is not None:
+            self.clock.timing(StepEvent(num_samples=self.batch.num_samples), {"loss": loss})
+        else:
+            loss.item()
         dist.barrier()
         return time.perf_counter() - began
 
@@ -170,18 +152,18 @@ def serve(rank: int, folder: Path, case: Case, pipe: Connection) -> None:
     torch.set_flush_denormal(True)
     store = dist.FileStore(str(folder / "store"), NUM_RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
-    ours = Trainer(case, case.ours, rank, folder, is_timed=True, is_ours=True)
-    theirs = Trainer(case, case.theirs, rank, folder, is_timed=case.is_timed, is_ours=False)
+    ours = Trainer(case, rank, folder, is_timed=True, is_ours=True)
+    theirs = Trainer(case, rank, folder, is_timed=case.is_timed, is_ours=False)
     with contextlib.closing(ours.strategy), contextlib.closing(theirs.strategy):
         rates: list[tuple[float, float]] = []
         for turn in range(case.num_turns + 2):
             # The order alternates, so that no trainer always finds the caches of the other.
             order = (ours, theirs) if turn % 2 else (theirs, ours)
             spent = {ours: 0.0, theirs: 0.0}
-            for _ in range(case.num_blocks):
+            for _ in range(NUM_STEPS):
                 for trainer in order:
-                    spent[trainer] += trainer.seconds(case.num_steps)
-            num_samples = case.num_blocks * case.num_steps * case.num_global
+                    spent[trainer] += trainer.seconds()
+            num_samples = NUM_STEPS * case.num_global
             rates.append((num_samples / spent[ours], num_samples / spent[theirs]))
         dist.barrier()
     pipe.send(rates[2:])
@@ -213,7 +195,7 @@ def measure() -> list[Figure]:
 
 
 def _figure(case: Case) -> Figure:
-    launches = [rates_of(case) for _ in range(case.num_launches)]
+    launches = [rates_of(case) for _ in range(NUM_LAUNCHES)]
     rates = [pair for launch in launches for pair in launch]
     in_pairs = statistics.median(ours / theirs for ours, theirs in rates)
     return Figure(
