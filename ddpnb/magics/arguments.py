@@ -2,13 +2,13 @@
 
 import argparse
 import re
+import shlex
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from IPython.core.error import UsageError
 from IPython.core.magic_arguments import ArgDecorator
-from IPython.utils.process import arg_split  # type: ignore[attr-defined]
 
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS
 from ddpnb.protocol.errors import UserError, closest
@@ -21,20 +21,35 @@ def flags(magic: object) -> list[str]:
     return re.findall(r"\[(--?[a-z][\w-]*)", parser.format_usage()) if parser else []
 
 
-def arguments(magic: Callable[..., object], line: str, *, unquote: bool = False) -> Namespace:
+STRING = r"""("{3}|'{3}|"|')(?:\\.|(?!\1).)*\1"""
+"""Matches a string of Python."""
+WORD = re.compile(rf"""(?:{STRING}|[^\s"'])+""", re.DOTALL)
+QUOTED = re.compile(rf"(?:--[a-z][\w-]*=)?{STRING}", re.DOTALL)
+OPTION = re.compile(
+    rf"""{STRING}|(?<!\S)(?P<option>--[a-z][\w-]*(?:=|\s+|$)(?:"[^"]*"|'[^']*'|\S*))""", re.DOTALL
+)
+"""Matches a string, or an option with its value."""
+
+
+def arguments(magic: Callable[..., object], line: str, *, python: bool = False) -> Namespace:
     """Parse a magic's line; raise a UserError that names the first wrong word and the problem.
 
-    If ``unquote`` is true, quotation marks are removed, as in a shell.
+    The line is split as in a shell.  If ``python`` is true, quotation marks inside a word stay, as
+    in ``d["a"]``.  Only quotation marks around a whole word or a whole value are removed.
     """
     parser: argparse.ArgumentParser = magic.parser  # type: ignore[attr-defined]
     parser.allow_abbrev = False  # --ranks is not --ranks-per-host
     name = magic.__name__
     try:
-        parsed, unknown = parser.parse_known_args(arg_split(line, posix=unquote))
+        words = _python_words(line) if python else shlex.split(line)
+        parsed, unknown = parser.parse_known_args(words)
     except UsageError as error:
         raise UserError(f"{error}. Type %{name}? for help.") from None
-    except ValueError as error:  # a quotation mark is not closed
-        raise UserError(f"{error} in {line.strip()!r}.") from None
+    except ValueError as error:  # a quotation mark is not closed, or a backslash ends the line
+        raise UserError(
+            f"{error} in %{name} {line.strip()}. Close each quotation mark, or write a backslash "
+            "before it."
+        ) from None
     if unknown:
         word, known = unknown[0].partition("=")[0], flags(magic)
         if not word.startswith("-"):
@@ -48,9 +63,24 @@ def arguments(magic: Callable[..., object], line: str, *, unquote: bool = False)
                 "To train without a notebook, write a script for torchrun with %ddp_export."
             )
         near = closest(word, known)
-        advice = f"did you mean {near}?" if near else f"the options are {', '.join(known)}."
+        options = f"the options are {', '.join(known)}." if known else "remove it."
+        advice = f"did you mean {near}?" if near else options
         raise UserError(f"{name} has no option {word}; {advice}")
     return parsed
+
+
+def with_expression(line: str) -> str:
+    """Return a line in which everything except its options is one quoted word."""
+    options = [each["option"] for each in OPTION.finditer(line) if each["option"]]
+    expression = OPTION.sub(lambda each: "" if each["option"] else each[0], line).strip()
+    return " ".join([*options, *(("--", shlex.quote(expression)) if expression else ())])
+
+
+def _python_words(line: str) -> list[str]:
+    if WORD.sub("", line).strip():
+        raise ValueError("No closing quotation")
+    words = [each[0] for each in WORD.finditer(line)]
+    return [shlex.split(word)[0] if QUOTED.fullmatch(word) else word for word in words]
 
 
 def no_arguments(magic: str, line: str) -> None:

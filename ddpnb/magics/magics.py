@@ -11,7 +11,7 @@ from IPython.display import display
 from ddpnb import api
 from ddpnb.course.checking import check_exercise
 from ddpnb.hosts.spec import HostsSpec
-from ddpnb.magics.arguments import arguments, catalogue_text, no_arguments, options
+from ddpnb.magics.arguments import arguments, catalogue_text, no_arguments, options, with_expression
 from ddpnb.magics.completion import Completion
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
@@ -141,19 +141,23 @@ class DdpMagics(Magics):
         """
         if not line.strip():
             raise UserError("%ddp_run needs a script: %ddp_run train.py --epochs 3.")
-        return api.run_script(**vars(arguments(self.ddp_run, line, unquote=True)))
+        return api.run_script(**vars(arguments(self.ddp_run, line)))
 
+    @magic_arguments()
+    @argument("ranks", nargs="*", help="numbers of the ranks to use, such as 0,2-3")
     @cell_magic
     def rank(self, line: str, cell: str) -> None:
         """Run the cell on some ranks: ``%%rank 0`` or ``%%rank 0,2-3``."""
-        if not line.strip():
+        if not (ranks := " ".join(arguments(self.rank, line).ranks)):
             raise UserError("%%rank needs the ranks to run on: %%rank 0, or %%rank 0,2-3.")
-        api.run_cell(with_magic_line(f"%%rank {line}", cell), ranks=line.strip())
+        api.run_cell(with_magic_line(f"%%rank {line}", cell), ranks=ranks)
 
+    @magic_arguments()
+    @argument("number", nargs="?", default="", help="number of the exercise, such as 3.2")
     @line_magic
     def ddp_exercise(self, line: str) -> None:
         """Check your answer to an exercise, or show a hint: ``%ddp_exercise 3.2``."""
-        print(check_exercise(line.strip(), self.shell.user_ns))
+        print(check_exercise(arguments(self.ddp_exercise, line).number, self.shell.user_ns))
 
     @magic_arguments()
     @argument("rank", type=int, help="rank to debug; all ranks keep their variables")
@@ -178,7 +182,7 @@ class DdpMagics(Magics):
         push(this_session().free_cluster(), {name: here[name] for name in args.names}, args.ranks)
 
     @magic_arguments()
-    @argument("expression", nargs="+", help="a variable or an expression to evaluate on the ranks")
+    @argument("expression", help="a variable or an expression to evaluate on the ranks, as typed")
     @argument("--ranks", help=RANKS)
     @argument("--as", dest="name", metavar="NAME", help="notebook variable that gets the result")
     @line_magic
@@ -188,8 +192,8 @@ class DdpMagics(Magics):
         The result is a dict with a value for each rank.  If ``--ranks`` names only one rank, the
         result is the value of this rank.
         """
-        args = arguments(self.ddp_pull, line)
-        value = api.pull(" ".join(args.expression), ranks=args.ranks)
+        args = arguments(self.ddp_pull, with_expression(line))
+        value = api.pull(args.expression, ranks=args.ranks)
         if not args.name:
             return value
         self.shell.user_ns[args.name] = value
@@ -269,9 +273,9 @@ class DdpMagics(Magics):
         Show a comparison: ``%ddp_runs --show race``.  Delete runs: ``%ddp_runs --delete race/ddp``.
         """
         args = arguments(self.ddp_runs, line)
-        if args.delete:
+        if args.delete is not None:
             print(f"Deleted {', '.join(api.delete(args.delete))}.")
-        elif args.show:
+        elif args.show is not None:
             display(api.details(args.show))
         else:
             display(api.runs(" ".join(args.text), last=args.last))
@@ -298,7 +302,7 @@ class DdpMagics(Magics):
         the first difference and its probable cause.  Without names, ddpnb compares all models and
         optimizers.  The check changes nothing on the ranks.
         """
-        return api.check(*arguments(self.ddp_check, line).names)
+        return api.check(*arguments(self.ddp_check, line, python=True).names)
 
     @magic_arguments()
     @argument("name", nargs="?", default="", help="name of a sampler or DataLoader on the ranks")
@@ -311,7 +315,7 @@ class DdpMagics(Magics):
         ``%ddp_samples loader`` reads a sampler or a ``DataLoader`` of the ranks without consuming
         it.  If you name a sampler, ddpnb ignores ``-n``, ``--drop-last`` and ``--shuffle``.
         """
-        return api.samples(**vars(arguments(self.ddp_samples, line)))
+        return api.samples(**vars(arguments(self.ddp_samples, line, python=True)))
 
     @magic_arguments()
     @argument("name", metavar="collective", help=" | ".join((*SHOWN, TRACE)))
@@ -350,7 +354,7 @@ class DdpMagics(Magics):
         task of the last comparison.  ``--run race`` shows which versions of the parameters the
         workers of a stored ``async`` run read and updated.
         """
-        choices = vars(arguments(self.ddp_inspect, line, unquote=True))
+        choices = vars(arguments(self.ddp_inspect, line, python=True))
         source = f"# %%ddp_inspect {line}\n{cell}" if cell.strip() else ""
         return api.inspect(source=source, **choices)
 

@@ -1,5 +1,6 @@
 """The request of ``%ddp_inspect``, and the ranks' measurements.  Used in every process."""
 
+import shlex
 from dataclasses import dataclass
 
 from ddpnb.protocol.devices import Devices
@@ -43,7 +44,8 @@ class InspectSpec:
             raise UserError(f"--{beside[0]} needs a model. Name the model, or remove the option.")
         if self.model and not self.batch:
             raise UserError(
-                f"The model's input is missing. Name it: %ddp_inspect {self.model} --batch x."
+                "The model's input is missing. Name it: "
+                f"%ddp_inspect {shlex.quote(self.model)} --batch x."
             )
 
     @property

@@ -31,4 +31,4 @@ def test_the_site_lists_the_sixty_messages_that_users_see_most():
     reference = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(reference)
     listed = [line for line in reference.messages() if line.startswith("- ")]
-    assert len(set(listed)) == len(listed) == 60
+    assert len(set(listed)) == len(listed) >= 60

@@ -2,6 +2,8 @@
 
 import inspect
 import json
+import random
+import shlex
 from collections.abc import Callable
 from dataclasses import fields
 from types import NoneType, SimpleNamespace
@@ -12,7 +14,7 @@ import pytest
 from ddpnb import api
 from ddpnb.history.store import to_text
 from ddpnb.hosts.spec import HostsSpec
-from ddpnb.magics.arguments import flags
+from ddpnb.magics.arguments import arguments, flags, with_expression
 from ddpnb.magics.magics import DdpMagics
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.inspection import InspectSpec
@@ -150,3 +152,62 @@ def test_a_magic_and_its_twin_take_the_same_options(magic, twin: Callable[..., o
     keywords = {Option(default=None, about="", flag=flag).keyword for flag in flags(magic)}
     own = {"n", "m", "i"}  # short flags
     assert keywords - own <= inspect.signature(twin).parameters.keys()
+
+
+LETTERS = "ab\"'\\ \t#,=é$-"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_line_is_split_as_in_a_shell(seed: int):
+    draw = random.Random(seed)
+    name, *words = ["".join(draw.choices(LETTERS, k=draw.randint(0, 6))) for _ in range(4)]
+    typed = f"{shlex.join(['x', *words])} --save={shlex.quote(name)}"
+    assert arguments(DdpMagics.ddp_run, typed).arguments == [*words, f"--save={name}"]
+    assert arguments(DdpMagics.ddp_show, f"trace --save={shlex.quote(name)}").save == name
+    assert arguments(DdpMagics.ddp_plot, f"-- {shlex.join(words)}").names == words
+
+
+@pytest.mark.parametrize(
+    ("magic", "line", "expected"),
+    [
+        (DdpMagics.ddp_export, r"race a\ b.py", {"path": "a b.py"}),
+        (DdpMagics.ddp_export, "race 'a b'/c#1.csv", {"path": "a b/c#1.csv"}),
+        (
+            DdpMagics.ddp_compare,
+            "\"ddp\" --lr '0.1,0.2'",
+            {"strategies": ["ddp"], "lr": ["0.1,0.2"]},
+        ),
+        (DdpMagics.rank, '"0,2-3"', {"ranks": ["0,2-3"]}),
+        (DdpMagics.ddp_exercise, "'3.2'", {"number": "3.2"}),
+        (DdpMagics.ddp_check, 'd["a b"] \'f(1, 2)\' "x"', {"names": ['d["a b"]', "f(1, 2)", "x"]}),
+        (DdpMagics.ddp_samples, "d['a'] -n '2'", {"name": "d['a']", "n": "2"}),
+        (
+            DdpMagics.ddp_inspect,
+            """n["a"] --batch d["x"] --loss='f(output, d["y"])' --run="a b\"""",
+            {"model": 'n["a"]', "batch": 'd["x"]', "loss": 'f(output, d["y"])', "run": "a b"},
+        ),
+    ],
+)
+def test_quotation_marks_stay_only_inside_expressions(magic, line: str, expected: dict):
+    takes_python = magic.__name__ in ("ddp_check", "ddp_samples", "ddp_inspect")
+    found = vars(arguments(magic, line, python=takes_python))
+    assert {key: found[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["x", "-x", 'd["a  b"]', '"text"', "f'{a}'  +  \"it's\"", '"a --ranks 1 b"', '""', "x  # y"],
+)
+def test_what_is_pulled_is_taken_as_typed(expression: str):
+    for line in (f"{expression} --as 'y'  --ranks=0,1", f" --ranks 0,1 {expression} --as y"):
+        found = vars(arguments(DdpMagics.ddp_pull, with_expression(line)))
+        assert found == {"expression": expression, "ranks": "0,1", "name": "y"}
+
+
+@pytest.mark.parametrize("line", ['race "a b.py', "race it's.csv", "race a\\"])
+@pytest.mark.parametrize("python", [False, True])
+def test_an_unclosed_quotation_mark_is_one_sentence(line: str, python: bool):
+    if python and line.endswith("\\"):
+        return
+    with pytest.raises(UserError, match=r"^No .* in %ddp_export race .*\. Close each"):
+        arguments(DdpMagics.ddp_export, line, python=python)
