@@ -4,6 +4,7 @@ Private parts may change in any version, so each private part that ddpnb uses ha
 run when a rank or a cluster starts.  If a probe fails, ddpnb disables a feature and tells the user.
 """
 
+import platform
 import re
 from collections.abc import Callable
 from functools import cache, cached_property
@@ -66,7 +67,7 @@ def sentence(library: str, without: str) -> str:
 def version_of(library: str) -> str:
     """Return a library's version; ``""`` if it is not installed, even if Python can import it."""
     try:
-        return version(library)
+        return version(library) if library != "Python" else platform.python_version()
     except PackageNotFoundError:
         return ""
 

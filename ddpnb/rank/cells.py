@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import IPython
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpnb.compat.asyncio_internals import users_loop
 from ddpnb.compat.ipykernel_internals import DescriptorStream
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellReport, CellSpec, Failure
@@ -68,21 +69,30 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
     )
 
 
-def interruptible(call: Callable[[], Result]) -> Result:
+def interruptible(call: Callable[[], Result], *, is_cell: bool = False) -> Result:
     """Call a function that runs the user's code, and return the function's result.
 
     SIGINT raises ``KeyboardInterrupt`` only during this call.  At other times, an interrupt could
     make the engine lose a message, and the kernel would wait for the answer forever.
     """
-    try:
+    with users_loop(is_cell=is_cell):
         try:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            return call()
-        finally:
-            signal.signal(signal.SIGINT, ignore)
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, ignore)  # SIGINT may have come before ``finally`` did this
-        raise
+            try:
+                signal.signal(signal.SIGINT, interrupt)
+                return call()
+            finally:
+                signal.signal(signal.SIGINT, ignore)
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, ignore)  # SIGINT may have come before ``finally`` did this
+            raise
+
+
+def interrupt(number: int, frame: object) -> None:
+    """Raise ``KeyboardInterrupt``.  ``asyncio.run`` replaces only Python's own handler.
+
+    The handler of ``asyncio.run`` would not end code that never waits.
+    """
+    raise KeyboardInterrupt
 
 
 def ignore(number: int, frame: object) -> None:
@@ -119,7 +129,8 @@ def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     """Run a cell or a script; return its error, or None if the code succeeded."""
     shell = engine.shell
     if spec.script is None:
-        result = interruptible(lambda: shell.run_cell(spec.source, store_history=True))
+        run_cell = partial(shell.run_cell, spec.source, store_history=True)
+        result = interruptible(run_cell, is_cell=True)
         error: BaseException | None = result.error_before_exec or result.error_in_exec
         return error
     run = partial(run_script, spec.script, spec.source, namespace=shell.user_ns)

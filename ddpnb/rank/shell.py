@@ -21,6 +21,7 @@ from IPython.core.completer import provisionalcompleter, rectify_completions
 from IPython.core.debugger import Pdb
 from IPython.utils.tokenutil import token_at_cursor
 
+from ddpnb.compat.asyncio_internals import finds_running_loops, run_in_cell
 from ddpnb.compat.ipykernel_internals import keep_no_results, name_cells
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellSpec, Prompt
@@ -50,7 +51,7 @@ def prepare(shell: Any) -> None:
     name_cells(shell, CELLS)
     shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)
     os.register_at_fork(after_in_child=write_to_descriptors)
-    shell.autoawait = False  # because the engine's event loop already runs
+    shell.loop_runner, shell.autoawait = run_in_cell, finds_running_loops.works
     shell.Completer.use_jedi = False  # Jedi's first answer takes a second
     shell.Completer.backslash_combining_completions = False  # IPython 7 first lists all characters
     keep_no_results(shell)

@@ -134,6 +134,63 @@ def test_a_cell_may_end_early_and_no_rank_ends(kernel: Kernel, leave: str, statu
     assert kernel.run("%%ddp\nimport time; time.sleep(0.3); kept").by_rank == {0: ["0"], 1: ["1"]}
 
 
+ASYNC = """import asyncio, contextlib, torch, torch.distributed as dist
+async def summed(x):
+    await asyncio.sleep(0.01)
+    dist.all_reduce(total := torch.ones(1) * x)
+    return total.item()
+async def nested(x): return asyncio.run(summed(x))
+async def count():
+    for each in range(2): yield each
+@contextlib.asynccontextmanager
+async def opened(): yield 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("asyncio.run(summed(1))", "2.0"),
+        ("await summed(1)", "2.0"),
+        ("await summed(1), asyncio.run(summed(2)), await nested(3)", "(2.0, 4.0, 6.0)"),
+        ("await asyncio.gather(asyncio.to_thread(int), nested(1))", "[0, 2.0]"),
+        ("async with opened() as one: _ = one\n[each + one async for each in count()]", "[1, 2]"),
+        ("asyncio.get_event_loop().run_until_complete(summed(1))", "2.0"),
+        ("asyncio.new_event_loop().run_until_complete(summed(1))", "2.0"),
+        ("with asyncio.Runner() as runner: made = runner.run(summed(1))\nmade", "2.0"),
+        ("task, lock = asyncio.create_task(summed(1)), asyncio.Lock()\ntask.done()", "False"),
+        ("async with lock: print(await task)", "2.0"),  # of the cell before
+    ],
+)
+def test_coroutines_run_as_in_a_notebook(kernel: Kernel, source: str, shown: str):
+    assert kernel.run(f"%%ddp\n{ASYNC}{source}").passed.by_rank == both(shown)
+
+
+WAITS = """%%ddp --timeout {}
+import asyncio
+async def wait(seconds):
+    print("begun", flush=True)
+    try:
+        while True: await asyncio.sleep(seconds)
+    finally: print("cleaned up", flush=True)
+"""
+
+
+@pytest.mark.parametrize("source", ["await wait(100)", "asyncio.run(wait(100))", "await wait(0)"])
+def test_coroutines_can_be_stopped(unharmed: Kernel, source: str):
+    cell = unharmed.interrupted(WAITS.format(60) + source, "begun")
+    assert (cell.error, cell.by_rank) == ("KeyboardInterrupt", both("begun", "cleaned up"))
+    cell = unharmed.run(WAITS.format(0.5) + source)
+    assert (cell.error, cell.by_rank) == ("CellTimeoutError", both("begun", "cleaned up"))
+
+
+@pytest.mark.parametrize("call", ["await meet()", "asyncio.run(meet())"])
+def test_a_hang_in_a_coroutine_is_released(unharmed: Kernel, call: str):
+    meet = "async def meet():\n    if rank: dist.all_reduce(torch.ones(1))"
+    cell = unharmed.run(f"%%ddp\nimport asyncio\n{meet}\n{call}")
+    assert "HangError: rank 1 waits in all_reduce (line 4, Float [1]); rank 0" in cell.error_text
+
+
 FAILING = (
     "import os, torch, torch.distributed as dist\ndef broken():\n    1 / 0\n"
     "if os.environ['RANK'] == '1': broken()\ndist.all_reduce(torch.ones(1))\n"

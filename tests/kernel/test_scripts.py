@@ -1,5 +1,7 @@
 """``%ddp_run`` runs an unchanged script for torchrun on the live ranks."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,6 +113,27 @@ def test_its_seed_and_torchs_settings_are_its_own(kernel: Kernel, folder: Path):
     first, second = cell.by_rank[0], cell.by_rank[1]
     assert first[0] == second[0] == "torch.float32 1"
     assert first[1] != second[1]
+
+
+ASYNC = """
+import asyncio, os
+async def main():
+    async with asyncio.TaskGroup() as group: group.create_task(asyncio.sleep(0.01))
+    return await (await asyncio.create_subprocess_exec("true")).wait()
+async def nested(): return asyncio.run(main())
+with asyncio.Runner() as runner: print(runner.run(main()), asyncio.run(main()))
+asyncio.set_event_loop(asyncio.new_event_loop())
+print(asyncio.get_event_loop().run_until_complete(main()))
+for call in (asyncio.get_running_loop, lambda: asyncio.run(nested())):
+    try: call()
+    except RuntimeError as error: print(error)
+"""
+
+
+def test_coroutines_run_as_under_torchrun(kernel: Kernel, folder: Path):
+    (folder / "src" / "asks.py").write_text(ASYNC)
+    alone = subprocess.run([sys.executable, "src/asks.py"], cwd=folder, capture_output=True)
+    assert kernel.run("%ddp_run src/asks.py").by_rank == both(*alone.stdout.decode().splitlines())
 
 
 MAKES = """
