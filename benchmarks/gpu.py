@@ -33,7 +33,7 @@ from ddpnb.rank.tasks import digits
 from ddpnb.rank.tasks.base import Supervised
 from ddpnb.rank.training.timing import Clock
 from ddpnb.rank.worker import Batch, Worker
-from ddpnb.session.session import this_session
+from ddpnb.session.session import only_session
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "waiting")
 SHARING = ("ddp", "async", "hogwild", "no-comm")
@@ -83,11 +83,11 @@ def _elsewhere() -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="ddpnb-bench-") as folder:
         (Path(folder) / "data").mkdir()
         os.chdir(folder)
-        this_session.cache_clear()
+        only_session.cache_clear()
         try:
             yield
         finally:
-            this_session.cache_clear()
+            only_session.cache_clear()
             os.chdir(before)
 
 

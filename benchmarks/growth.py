@@ -24,7 +24,7 @@ from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder
 from ddpnb.history.store import FILE_NAME, Store, runs_folder
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.session.session import this_session
+from ddpnb.session.session import only_session
 
 RANKS = (2, 8, 32, 64)
 STEPS = (1_000, 10_000, 100_000, 1_000_000)
@@ -89,7 +89,7 @@ def with_runs() -> list[Figure]:
     for num in RUNS:
         with TemporaryDirectory() as folder:
             os.chdir(folder)
-            this_session.cache_clear()
+            only_session.cache_clear()
             store = Store(runs_folder())
             _fill(store, num)
             with contextlib.redirect_stdout(io.StringIO()):
@@ -98,7 +98,7 @@ def with_runs() -> list[Figure]:
             begun[num] = _seconds(lambda: _fill(store, 1))  # noqa: B023  called at once
             store.close()
             os.chdir(before)
-    this_session.cache_clear()
+    only_session.cache_clear()
     return [
         order("time of %ddp_runs", "stored runs", "s", listed),
         order("time of %ddp_plot", "stored runs", "s", drawn),

@@ -5,6 +5,7 @@ into the call's queue.  Importing ipyparallel takes 0.3 s, so this module is imp
 fork server starts.  Runs in the kernel.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,7 @@ from ddpnb.protocol import calls
 from ddpnb.protocol.calls import Request
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
+from ddpnb.protocol.processes import refuse_fork
 
 ASK_AGAIN_SECONDS = 2.0
 """If a new engine has not answered within this time, ddpnb asks the engine again.  The controller
@@ -44,6 +46,7 @@ class EngineClient:
     """
 
     def __init__(self, profile: Path, while_waiting: Callable[[], None]) -> None:
+        self._pid = os.getpid()
         self._path = profile / "security/ipcontroller-client.json"
         wait_for_file(self._path, while_waiting)
         self._client = connected_client(self._path, while_waiting)
@@ -56,8 +59,9 @@ class EngineClient:
     def submit(self, request: Request[Any], ranks: Sequence[int]) -> Call:
         """Start a call on some ranks and return at once.
 
-        If the controller has lost one of the ranks, raises UserError without sending the call.
+        If the controller has lost one of the ranks, or in a fork of the kernel, raises UserError.
         """
+        refuse_fork(self._pid)
         call = Call(ranks)
         engine_of = {rank: self._engine_of.get(rank, rank) for rank in ranks}
         known = set(self._client.ids)

@@ -394,7 +394,8 @@ def comparison_of(line: str, cell: str) -> ComparisonSpec:
 
 
 def load(shell: InteractiveShell) -> None:
-    """Register the magics and their completion."""
+    """Register the magics and their completion, and create the kernel's session."""
+    this_session()
     magics = DdpMagics(shell)
     shell.register_magics(magics)
     magics.completion.install()

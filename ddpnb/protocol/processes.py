@@ -274,6 +274,15 @@ def working_folder() -> Path:
         ) from None
 
 
+def refuse_fork(pid: int) -> None:
+    """Raise UserError if this process is a forked child of the kernel, whose id is ``pid``."""
+    if os.getpid() != pid:
+        raise UserError(
+            f"Process {os.getpid()} was forked from the kernel (process {pid}), and only the "
+            "kernel can use ddpnb. Call ddpnb in a cell, and pass the result to the other process."
+        )
+
+
 def atomic_write(path: Path, content: bytes | memoryview, *, mode: int = 0o666) -> None:
     """Write a file; if this process is killed, the file has either the old or the new content."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
@@ -20,7 +21,7 @@ from ddpnb.protocol.calls import Request, Result
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellSpec, Failure, Script
 from ddpnb.protocol.notation import parse_ranks, spoken_ranks
-from ddpnb.protocol.processes import working_folder
+from ddpnb.protocol.processes import refuse_fork, working_folder
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.inside.traces import TraceResult
 from ddpnb.reports.listing import ranks_table
@@ -53,6 +54,7 @@ class Session:
     """The cluster, cells, comparisons and stored runs of this kernel."""
 
     def __init__(self) -> None:
+        self.pid = os.getpid()
         self._cluster: Cluster | None = None
         self._background: list[Background] = []
         """Cells and comparisons started in the background; some may have ended."""
@@ -108,6 +110,8 @@ class Session:
 
     def stop(self) -> bool:
         """End every process of the cluster; return True if a cluster was running."""
+        if os.getpid() != self.pid:  # a forked process ends
+            return False
         if (training := self.comparison) is not None:
             training.interrupt()
             training.join(STOP_SECONDS)
@@ -299,10 +303,14 @@ class Session:
         return recorder
 
 
-@cache
+only_session = cache(Session)
+
+
 def this_session() -> Session:
-    """Return this kernel's only session."""
-    return Session()
+    """Return this kernel's only session; raise UserError in a process forked from the kernel."""
+    session = only_session()
+    refuse_fork(session.pid)
+    return session
 
 
 def this_cell_number() -> int:

@@ -12,7 +12,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import StepEvent
 from ddpnb.rank.training.timing import MAX_PENDING, Clock
 from ddpnb.session.errors import RankError
-from ddpnb.session.session import this_session
+from ddpnb.session.session import only_session
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS < 1, reason="needs a CUDA GPU")]
@@ -23,7 +23,7 @@ two_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs two CUDA GPUs, found 
 def in_a_project_of_its_own(tmp_path, monkeypatch) -> Iterator[None]:
     (tmp_path / "data").mkdir()
     monkeypatch.chdir(tmp_path)
-    this_session.cache_clear()
+    only_session.cache_clear()
     yield
     ddpnb.stop()
 

@@ -1,4 +1,9 @@
+import os
 import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
 
 import psutil
 import pytest
@@ -81,6 +86,69 @@ def test_stop_ends_a_cell_in_the_background_in_one_sentence(kernel: Kernel):
     kernel.run("%ddp_stop")
     kernel.wait_for_text(cell, "UserError")
     assert cell.stdout == "UserError: The cluster was stopped before the ranks had finished.\n"
+
+
+FORKS = """
+import multiprocessing, os, ddpnb
+from concurrent.futures import ProcessPoolExecutor
+from torch.utils.data import DataLoader
+fork = multiprocessing.get_context("fork")
+result = ddpnb.compare("ddp", task="synthetic", epochs=0.2, baseline=False)
+calls = {
+    "run_cell": lambda: ddpnb.run_cell("1"), "push": lambda: ddpnb.push(a=1),
+    "pull": lambda: ddpnb.pull("rank"), "compare": lambda: ddpnb.compare("ddp", task="synthetic"),
+    "start": lambda: ddpnb.start(2), "stop": lambda: ddpnb.stop(), "runs": lambda: ddpnb.runs(),
+    "status": lambda: ddpnb.status(), "model": lambda: result.model("ddp"),
+    "magic": lambda: get_ipython().run_line_magic("ddp_pull", "rank"),
+}
+def said(name):
+    try: return str(calls[name]())
+    except ddpnb.UserError as error: return str(error)
+class Samples:
+    def __len__(self): return 1
+    def __getitem__(self, index): return said("pull")
+"""
+WAYS = {
+    "a pool": "with ProcessPoolExecutor(1, mp_context=fork) as pool: print(*pool.map(said, calls))",
+    "a loader": "print(next(iter(DataLoader(Samples(), None, num_workers=1, "
+    "multiprocessing_context='fork'))))",
+    "a fork": """
+reader, writer = os.pipe()
+if not (pid := os.fork()):
+    os.write(writer, said("stop").encode())
+    os._exit(0)
+os.waitpid(pid, 0)
+print(os.read(reader, 999).decode())""",
+}
+
+
+EXITS = """
+import os, sys, ddpnb
+ddpnb.start(2, device="cpu")
+if not (pid := os.fork()):
+    sys.exit()
+os.waitpid(pid, 0)
+print(ddpnb.pull("rank"), ddpnb.stop())
+"""
+
+
+def test_the_exit_of_a_forked_process_does_not_stop_the_cluster(tmp_path: Path):
+    words = [sys.executable, "-c", EXITS]
+    run = partial(subprocess.run, words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert run(env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}).stdout == (
+        "{0: 0, 1: 1} True\n"
+    )
+
+
+def test_a_process_forked_from_the_kernel_is_refused(kernel: Kernel):
+    kernel.run(FORKS).passed  # noqa: B018
+    for way, source in WAYS.items():
+        cell = kernel.run(source).passed
+        num = cell.stdout.count("was forked from the kernel")
+        assert num == (10 if way == "a pool" else 1), cell.text
+        assert cell.seconds < 5
+        assert "{0: 0, 1: 1}" in kernel.run("%ddp_pull rank").text
+    assert "1 stored run" in kernel.run("%ddp_runs").text
 
 
 def test_the_python_twins(bare_kernel: Kernel):
