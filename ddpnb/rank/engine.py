@@ -22,7 +22,7 @@ from ddpnb.compat.ipykernel_internals import DescriptorStream
 from ddpnb.protocol.processes import ForkServerEvent, RankCommand
 from ddpnb.rank.connections import Address
 from ddpnb.rank.group import Group
-from ddpnb.rank.random_state import seed_everything
+from ddpnb.rank.random_state import note_start, seed_everything
 from ddpnb.rank.shell import prepare
 from ddpnb.rank.status import rank_status, users_stack
 from ddpnb.rank.torchrun import AdoptedGroup, refuse_launchers
@@ -84,6 +84,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
             world_size=self.group.world_size,
             device=self.group.device,
         )
+        note_start()
 
     @property
     def shell(self) -> Any:

@@ -145,33 +145,34 @@ def backend_on(device: str, backend: str) -> str:
 def process_of(script: Script, device: torch.device) -> Iterator[None]:
     """Return a context that runs a script in a private ``__main__``.
 
-    The end of the context restores ``sys.argv``, ``sys.path``, the working folder and the random
-    state.  The next script imports modules from the script's folder again, because the user may
-    have edited these modules.  Enter and leave the context while SIGINT is ignored.  Otherwise an
-    interrupt could prevent the context from undoing some of the changes.
+    The end of the context restores ``sys.argv``, ``sys.path``, the working folder and, unless later
+    cells see the script's variables, all global settings.  The next script imports modules from the
+    script's folder again, because the user may have edited these modules.  Enter and leave the
+    context while SIGINT is ignored.  Otherwise an interrupt could prevent the context from undoing
+    some of the changes.
     """
     main, argv, path, cwd = sys.modules["__main__"], sys.argv[:], sys.path[:], Path.cwd()
     folder = Path(script.path).resolve().parent if script.path else cwd
     _forget_modules()
     before = set(sys.modules)
-    sys.modules["__main__"] = ModuleType("__main__")
-    sys.argv[:] = [script.name, *script.arguments]
-    sys.path[:] = [str(folder), *filter(None, sys.path)]
-    try:
-        with preserve_globals(device):
+    with preserve_globals(device, is_fresh=True, keeps_changes=script.keeps_variables):
+        sys.modules["__main__"] = ModuleType("__main__")
+        sys.argv[:] = [script.name, *script.arguments]
+        sys.path[:] = [str(folder), *filter(None, sys.path)]
+        try:
             yield
-    finally:
-        for name in set(sys.modules) - before:
-            file = getattr(sys.modules[name], "__file__", None) or ""
-            is_own = file.startswith(f"{folder}{os.sep}") and INSTALLED not in file
-            if is_own and file.endswith(".py"):
-                _scripts_modules.add(name)
-        if not script.keeps_variables:  # kept variables may be objects of these modules' classes
-            _forget_modules()
-        sys.modules["__main__"] = main
-        sys.argv[:], sys.path[:] = argv, path
-        with contextlib.suppress(OSError):  # the script may have removed the folder
-            os.chdir(cwd)
+        finally:
+            for name in set(sys.modules) - before:
+                file = getattr(sys.modules[name], "__file__", None) or ""
+                is_own = file.startswith(f"{folder}{os.sep}") and INSTALLED not in file
+                if is_own and file.endswith(".py"):
+                    _scripts_modules.add(name)
+            if not script.keeps_variables:  # kept variables may be objects of the modules' classes
+                _forget_modules()
+            sys.modules["__main__"] = main
+            sys.argv[:], sys.path[:] = argv, path
+            with contextlib.suppress(OSError):  # the script may have removed the folder
+                os.chdir(cwd)
 
 
 def run_script(script: Script, source: str, *, namespace: dict[str, Any]) -> None:

@@ -100,19 +100,79 @@ def test_what_a_script_sees_is_what_torchrun_gives_it(kernel: Kernel, folder: Pa
         assert "name='src.look'" in spec
 
 
-def test_its_seed_and_torchs_settings_are_its_own(kernel: Kernel, folder: Path):
+SETTINGS = {
+    "torch.set_default_dtype(torch.float64)": "torch.get_default_dtype()",
+    "torch.set_num_threads(2)": "torch.get_num_threads()",
+    "torch.no_grad().__enter__()": "torch.is_grad_enabled()",
+    "torch.set_default_device('meta')": "torch.ones(1).device",
+    "torch.autograd.set_detect_anomaly(True)": "torch.is_anomaly_enabled()",
+    "torch.use_deterministic_algorithms(True)": "torch.get_deterministic_debug_mode()",
+    "torch.backends.cudnn.benchmark = True": "torch.backends.cudnn.benchmark",
+    "torch.set_float32_matmul_precision('high')": "torch.get_float32_matmul_precision()",
+    "torch.set_flush_denormal(True)": "sys.float_info.min / 2",
+    "torch.set_autocast_enabled('cpu', True)": "torch.is_autocast_enabled('cpu')",
+    "torch.set_printoptions(precision=1, sci_mode=True)": "torch.tensor(1.2345, device='cpu')",
+    "np.set_printoptions(precision=1)": "np.array([1.2345])",
+    "np.seterr(all='raise')": "np.geterr()",
+    "sys.setrecursionlimit(5000)": "sys.getrecursionlimit()",
+    "sys.excepthook = threading.excepthook = max": "max in (sys.excepthook, threading.excepthook)",
+    "signal.signal(signal.SIGUSR1, max)": "signal.getsignal(signal.SIGUSR1)",
+    "signal.signal(signal.SIGALRM, max); signal.alarm(100)": "signal.getsignal(signal.SIGALRM)",
+    "os.umask(0o77)": "(m := os.umask(0), os.umask(m))",
+    "gc.disable(); socket.setdefaulttimeout(9)": "gc.isenabled(), socket.getdefaulttimeout()",
+    "builtins.made = 1; builtins.sorted = max": "hasattr(builtins, 'made'), sorted is max",
+    "logging.basicConfig(level='DEBUG', force=True)": "logging.root.level, logging.root.handlers",
+    "logging.getLogger('a').addHandler(logging.NullHandler())": "logging.getLogger('a').handlers",
+    "logging.disable(50)": "logging.getLogger('torch').isEnabledFor(50)",
+    "warnings.simplefilter('error')": "('error', None, Warning, None, 0) in warnings.filters",
+    "torch.multiprocessing.set_start_method('spawn', force=True)": (
+        "torch.multiprocessing.get_start_method()"
+    ),
+    "sys.stdout, sys.kept = sys.stderr, sys.stdout": "sys.stdout is sys.stderr",
+}
+IMPORTS = (
+    "import builtins, gc, logging, os, signal, socket, sys, threading, warnings\n"
+    "import numpy as np, torch\n"
+)
+
+
+def test_its_settings_are_its_own(kernel: Kernel, folder: Path):
+    (folder / "src" / "sets.py").write_text(IMPORTS + "\n".join(SETTINGS))
+    shown = "\n".join(f"print({look!r}, {look})" for look in SETTINGS.values())
+    (folder / "src" / "looks.py").write_text(IMPORTS + shown)
+
+    def seen() -> list[str]:
+        cell = kernel.run(f"%%ddp\n{IMPORTS}{shown}").passed
+        script = kernel.run("%ddp_run src/looks.py").passed
+        assert cell.by_rank[0] == cell.by_rank[1] == script.by_rank[0], cell.text
+        return cell.by_rank[0]
+
+    before = seen()
+    assert len(before) == len(SETTINGS)
+    assert kernel.run("%ddp_run src/sets.py").status == "ok"
+    assert seen() == before
+    assert kernel.run("%ddp_run -i src/sets.py").status == "ok"
+    kernel.run("%%ddp\nsys.stdout = sys.kept")
+    cell = kernel.run(f"%%ddp\n{shown}").passed  # the settings stay, but not for other scripts
+    assert sum(map(str.__ne__, cell.by_rank[0], before)) == len(SETTINGS) - 1
+    assert kernel.run("%ddp_run src/looks.py").passed.by_rank[0] == before
+    kernel.run("%ddp_restart")
+    kernel.run("%%ddp\nkept = 1")
+
+
+def test_its_seed_and_environment_are_its_own(kernel: Kernel, folder: Path):
     (folder / "src" / "seeds.py").write_text(
-        "import torch\nprint(torch.rand(1).item())\n"
-        "torch.manual_seed(0)\ntorch.set_default_dtype(torch.float64)\ntorch.set_num_threads(2)\n"
+        "import os, torch\nprint(torch.rand(1).item())\ntorch.manual_seed(0)\n"
+        "print(os.environ.pop('OF_CELL'), os.environ.setdefault('LEFT', 'no'))\n"
     )
+    kernel.run("%%ddp\nimport os, torch\nos.environ['OF_CELL'] = 'of cell'")
     runs = [kernel.run("%ddp_run src/seeds.py").by_rank for _ in range(2)]
-    assert len({drawn for run in runs for lines in run.values() for drawn in lines}) == 4
-    cell = kernel.run(
-        "%%ddp\nprint(torch.get_default_dtype(), torch.get_num_threads())\nprint(torch.rand(1))"
-    )
-    first, second = cell.by_rank[0], cell.by_rank[1]
-    assert first[0] == second[0] == "torch.float32 1"
-    assert first[1] != second[1]
+    assert len({lines[0] for run in runs for lines in run.values()}) == 4
+    assert [lines[1] for run in runs for lines in run.values()] == ["of cell no"] * 4
+    cell = kernel.run("%%ddp\nprint('LEFT' in os.environ)\nprint(torch.rand(1))")
+    assert cell.by_rank[0][0] == "False"
+    assert cell.by_rank[0][1] != cell.by_rank[1][1]
+    kernel.run("%%ddp\ndel os.environ['OF_CELL']")
 
 
 ASYNC = """
@@ -137,14 +197,14 @@ def test_coroutines_run_as_under_torchrun(kernel: Kernel, folder: Path):
 
 
 MAKES = """
-import builtins, weakref
+import sys, weakref
 import helper
 
 class Model:
     pass
 
 model, made = Model(), helper.VALUE
-builtins.kept_by = weakref.ref(model)
+sys.kept_by = weakref.ref(model)
 def show(): print(model)
 """
 
@@ -152,12 +212,12 @@ def show(): print(model)
 def test_its_variables_are_freed_or_kept(kernel: Kernel, folder: Path):
     (folder / "src" / "makes.py").write_text(MAKES)
     kernel.run("%ddp_run src/makes.py")
-    assert kernel.run("%%ddp\nkept_by()").text == ""
+    assert kernel.run("%%ddp\nimport sys\nsys.kept_by()").text == ""
     assert "NameError" in kernel.run("%%ddp\nmade").error_text
     kernel.run("%ddp_run -i --ranks 1 src/makes.py")
-    cell = kernel.run("%%rank 1\nmade, helper.__name__, kept_by() is model, show()")
+    cell = kernel.run("%%rank 1\nmade, helper.__name__, sys.kept_by() is model, show()")
     assert "('edited', 'helper', True, None)" in cell.stdout
-    kernel.run("%%rank 1\nimport sys\ndel sys.modules['helper']")
+    kernel.run("%%rank 1\ndel sys.modules['helper']")
 
 
 def test_a_failure_shows_the_scripts_lines(kernel: Kernel, folder: Path):
