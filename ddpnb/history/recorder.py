@@ -1,5 +1,6 @@
 """Records a comparison during training, in memory and in the store.  Runs in the kernel."""
 
+import sqlite3
 import time
 import uuid
 import warnings
@@ -8,7 +9,7 @@ from typing import final
 
 from ddpnb.history.comparison import Comparison, describe_ranks, environment
 from ddpnb.history.model import Run, Status
-from ddpnb.history.store import Store, StoreError
+from ddpnb.history.store import ELSEWHERE, Store, StoreError, temporary_folder
 from ddpnb.protocol.messages import EventBatch, RankState, RunReport, RunSpec
 
 
@@ -16,7 +17,8 @@ from ddpnb.protocol.messages import EventBatch, RankState, RunReport, RunSpec
 class Recorder:
     """Records the runs of one comparison during training.
 
-    If the disk fails, the training continues.  ddpnb warns once and keeps the runs in memory.
+    If the disk fails, the training continues.  ddpnb warns once and keeps the runs in a temporary
+    folder.  While another notebook locks the store, ddpnb keeps the runs only in memory.
 
     Args:
         store: the store that keeps the runs.
@@ -88,9 +90,15 @@ class Recorder:
         try:
             write(*arguments)
         except StoreError as error:
-            if not self._warned:
-                self._warned = True
-                warnings.warn(f"ddpnb keeps the runs only in memory: {error}", stacklevel=2)
+            if self._warned:
+                return
+            self._warned, why, where = True, error.__cause__, "only in memory"
+            if getattr(why, "sqlite_errorcode", 0) != sqlite3.SQLITE_BUSY:
+                self._store.move(temporary_folder())
+                where = f"in {self._store.folder} until the kernel ends {ELSEWHERE}"
+            text = f"The runs cannot be written: {why}. ddpnb keeps them {where}."
+            warnings.warn(text, stacklevel=2)
+            self._write(write, *arguments)
 
 
 def new_id() -> str:

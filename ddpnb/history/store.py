@@ -6,6 +6,7 @@ rows, other data as JSON.  The store never uses pickle, so that reading a run ne
 """
 
 import atexit
+import contextlib
 import dataclasses
 import json
 import os
@@ -13,13 +14,12 @@ import platform
 import shutil
 import sqlite3
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import Any, TextIO, TypeVar, final
 
 import psutil
 
@@ -29,7 +29,7 @@ from ddpnb.history.model import Run, RunSnapshot, Status
 from ddpnb.history.query import StoredRun
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import EventBatch, Mark, MarkKind, RunHeader, RunReport, RunSpec
-from ddpnb.protocol.processes import working_folder
+from ddpnb.protocol.processes import hold, private_folder, working_folder
 
 FILE_NAME = "runs.sqlite3"
 
@@ -91,6 +91,9 @@ FROM comparisons WHERE id = ?
 BATCHES = "SELECT rank, sequence, events, metrics, marks FROM batches WHERE run = ? ORDER BY rowid"
 
 REPORTS = "SELECT report FROM reports WHERE run = ? ORDER BY rank"
+
+
+ELSEWHERE = "(the environment variable DDPNB_DATA sets another folder)"
 
 
 class StoreError(UserError):
@@ -236,12 +239,14 @@ class Store:
             (self.models / f"{run.run_id}.pt").unlink(missing_ok=True)
         return tuple(run.address for run in found)
 
-    def copy(self, folder: Path) -> None:
-        """Replace all runs of this store by copies of the runs in another folder."""
-        source = Store(folder)
-        with self._lock, self._store_errors("copied"):
-            source._connection.backup(self._connection)
-        source.close()
+    def move(self, folder: Path) -> None:
+        """Continue in another folder, with copies of all runs that can still be read."""
+        new = Store(folder)
+        with self._lock:
+            with contextlib.suppress(sqlite3.Error):
+                self._connection.backup(new._connection)
+            self._connection.close()
+            self.folder, self._path, self._connection = folder, new._path, new._connection
 
     @property
     def models(self) -> Path:
@@ -295,7 +300,8 @@ class Store:
         try:
             yield
         except (sqlite3.Error, OSError) as error:
-            raise StoreError(f"The runs in {self._path} cannot be {verb}: {error}.") from error
+            why = f"{error} {ELSEWHERE}"
+            raise StoreError(f"The runs in {self._path} cannot be {verb}: {why}.") from error
 
     def _read_run(self, stored: StoredRun) -> RunSnapshot:
         """Return a stored run with its steps."""
@@ -321,25 +327,24 @@ def open_store(start: Path | None = None) -> tuple[Store, str]:
     write to ``runs_folder``, the note names a folder in the user's home or a temporary folder.  A
     new store in another folder begins with the runs that ``runs_folder`` has.
     """
-    project, chosen = runs_folder(start), os.environ.get("DDPNB_DATA", "")
-    folder, note = working_folder() / os.path.expanduser(chosen) if chosen else project, ""
-    if chosen and not _is_writable(folder):
+    project, chosen, note = runs_folder(start), os.environ.get("DDPNB_DATA", ""), ""
+    has_runs = os.access(project / FILE_NAME, os.R_OK) and os.path.getsize(project / FILE_NAME)
+    store = _store_in(working_folder() / os.path.expanduser(chosen) if chosen else project)
+    if chosen and store is None:
         raise UserError(
             f"DDPNB_DATA is {chosen}, but you cannot write to this folder. Set the environment "
-            "variable DDPNB_DATA to another folder."
+            "variable DDPNB_DATA to another folder: %env DDPNB_DATA=FOLDER."
         )
-    if not _is_writable(folder):
-        folder, until = _users_folder() / project.parents[1].relative_to(project.anchor), ""
-        if not _is_writable(folder):
-            folder, until = Path(tempfile.mkdtemp(prefix="ddpnb-runs-")), " until the kernel ends"
-            atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        note = (
-            f"You cannot write to {project}, so ddpnb stores runs in {folder}{until} (the "
-            "environment variable DDPNB_DATA sets another folder)."
-        )
-    store = Store(folder)
-    if folder != project and os.access(project / FILE_NAME, os.R_OK) and not store.list():
-        store.copy(project)
+    if store is None:
+        store = _store_in(_users_folder() / project.parents[1].relative_to(project.anchor))
+        until = "" if store else " until the kernel ends"
+        store = store or Store(temporary_folder())
+        instead = f"{store.folder}{until} {ELSEWHERE}"
+        note = f"You cannot write to {project}, so ddpnb stores runs in {instead}."
+    if has_runs and store.folder != project and not store.list():
+        old = Store(project)
+        old.move(store.folder)
+        return old, note
     return store, note
 
 
@@ -350,13 +355,29 @@ def _users_folder() -> Path:
     return (given if given.is_absolute() else default) / "ddpnb" / "runs"
 
 
-def _is_writable(folder: Path) -> bool:
-    """Return True if the user may write runs to a folder, which may not exist yet."""
-    there = next(filter(os.path.exists, (folder, *folder.parents)))
-    file = folder / FILE_NAME
-    is_file_writable = os.access(file, os.W_OK) or not os.path.exists(file)
-    may_write = is_file_writable and os.access(there, os.W_OK)
-    return may_write and folder.is_absolute() and os.path.isdir(there)
+def _store_in(folder: Path) -> Store | None:
+    """Return the store in a folder, which may not exist yet, or None if the user cannot write."""
+    there = [each for each in (folder, folder / FILE_NAME) if os.path.exists(each)]
+    if not (folder.is_absolute() and all(os.access(each, os.W_OK) for each in there)):
+        return None
+    try:
+        return Store(folder)
+    except StoreError:
+        if len(there) == 2 and os.path.getsize(there[1]):  # has runs, perhaps of another version
+            raise
+        return None
+
+
+def temporary_folder() -> Path:
+    """Create a folder that is removed when this kernel ends, or later if the kernel is killed."""
+    folder = private_folder()
+    atexit.register(_remove, folder, os.getpid(), hold(folder))
+    return folder
+
+
+def _remove(folder: Path, pid: int, _lock: TextIO) -> None:
+    if os.getpid() == pid:  # not in a process forked from the kernel
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def runs_folder(start: Path | None = None) -> Path:
@@ -375,8 +396,8 @@ def runs_folder(start: Path | None = None) -> Path:
 
 
 def _is_project(folder: Path) -> bool:
-    is_marked = (folder / "pyproject.toml").is_file() or (folder / "notebooks").is_dir()
-    return is_marked and (folder / "data").is_dir()
+    is_marked = os.path.isfile(folder / "pyproject.toml") or os.path.isdir(folder / "notebooks")
+    return is_marked and os.path.isdir(folder / "data")
 
 
 def _stored_run(row: sqlite3.Row) -> StoredRun:

@@ -325,7 +325,8 @@ class Shown:
             target.parent.mkdir(parents=True, exist_ok=True)
             return f"{target}: {self.write(target, max(fitting, key=len))}"
         except OSError as error:
-            raise UserError(f"{target} cannot be written: {error}.") from error
+            why = f"{error.strerror}. Choose another folder, such as /tmp/{target.name}."
+            raise UserError(f"{target} cannot be written: {why}") from error
 
     def write(self, target: Path, ending: str) -> str:
         """Write the file ``target`` into an existing folder, and return the file's description."""

@@ -60,6 +60,6 @@ def debug_info(root: Path = Path("/")) -> str:
 def _place(folder: Path) -> str:
     """Describe the folder of the stored runs without names of the user's folders."""
     path = Path(os.path.relpath(folder))
-    existing = next(each for each in (folder, *folder.parents) if each.exists())
+    existing = next(filter(os.path.exists, (folder, *folder.parents)))
     text = str(path) if {*path.parts} <= {"..", "data", "runs"} else "outside this project"
     return text if os.access(existing, os.W_OK) else f"{text}, which is read-only"

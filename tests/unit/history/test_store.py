@@ -1,10 +1,16 @@
+import atexit
 import dataclasses
 import json
 import math
+import re
+import shutil
 import sqlite3
 import tempfile
+import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +25,7 @@ from ddpnb.history.store import FILE_NAME, Store, StoreError, open_store, runs_f
 from ddpnb.history.summary import summarise
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Mark, MarkKind, RunReport
+from ddpnb.protocol.processes import parent_folders
 from ddpnb.reports.listing import Details, runs_table
 from ddpnb.reports.result import ComparisonResult
 from tests.rank.ranks import make_state
@@ -183,6 +190,57 @@ def test_a_full_disk_is_reported_and_pending_batches_are_kept(tmp_path: Path):
     store.close()
 
 
+@pytest.mark.parametrize("trouble", ["full", "deleted", "not a database any more", "none"])
+def test_runs_go_on_in_a_temporary_folder_if_the_disk_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    store = Store(tmp_path / "runs")
+    keep(store, ("ddp",))
+    match trouble:
+        case "full":
+            fill_the_disk(store, num_pages=1)
+        case "deleted":
+            shutil.rmtree(store.folder)
+        case "not a database any more":
+            (store.folder / FILE_NAME).write_bytes(b"no" * 4096)
+    ended: list[Callable[[], object]] = []
+    monkeypatch.setattr(atexit, "register", lambda *words: ended.append(partial(*words)))
+    with warnings.catch_warnings(record=True, action="always") as found:
+        recorder = Recorder(store, name="race", task="digits", source="", specs=())
+        for run_id in ("r1", "r2"):
+            recorder.begin(run_id, "async", spec("async"))
+            steps = [step(i, 1.0) for i in range(9000)]
+            recorder.add(batch(run_id, steps, header=header(spec("async"), 1)))
+            recorder.end(run_id, Status.FINISHED)
+    is_moved = trouble != "none"
+    assert (store.folder != tmp_path / "runs") == is_moved == len(ended) == len(found)
+    assert {run.status for run in store.load("race").runs} == {Status.FINISHED}
+    assert ("digits-1" in {run.comparison for run in store.list()}) == ("any more" not in trouble)
+    for end in ended:
+        sentence = f"in {store.folder} until the kernel ends .*DDPNB_DATA"
+        assert re.search(sentence, str(found[0].message))
+        assert store.folder.stat().st_mode & 0o777 == 0o700
+        end()
+        assert not store.folder.exists()
+    store.close()
+
+
+@pytest.mark.parametrize("folder", ["/proc/data", "/sys/data", "/dev/null/data"])
+def test_a_folder_that_only_looks_writable_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+):
+    monkeypatch.setenv("HOME", folder)
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    monkeypatch.setenv("DDPNB_DATA", "")
+    store, note = open_store(Path(folder).parent)
+    assert "until the kernel ends" in note
+    keep(store, ("ddp",))
+    monkeypatch.setenv("DDPNB_DATA", folder)
+    with pytest.raises(UserError, match=r"%env DDPNB_DATA=FOLDER\.$"):
+        open_store()
+
+
 def fill_the_disk(store: Store, num_pages: int = 30) -> None:
     store._read(f"PRAGMA max_page_count = {num_pages}")
 
@@ -219,7 +277,7 @@ def test_runs_go_to_the_first_folder_that_can_hold_them(
     else:
         is_temporary = bool(blocked & 2)
         own = users / "ddpnb/runs" / here.relative_to("/")
-        assert (store.folder.parent == tmp_path / "tmp") if is_temporary else store.folder == own
+        assert store.folder.parent in parent_folders() if is_temporary else store.folder == own
         assert str(store.folder) in note
         assert ("until the kernel ends" in note) == is_temporary
         assert note.count(". ") == 0
