@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.data import dataloader
@@ -337,9 +338,9 @@ def end_data_workers(batches: Iterator[Any]) -> None:
         batches._shutdown_workers()  # type: ignore[attr-defined]
 
 
-@Probe("torch", "the strategy zero cannot run, because ddpnb cannot read an optimizer's hooks")
+@Probe("torch", "the strategy zero cannot run, because ddpnb cannot move an optimizer's hooks")
 def lists_step_hooks() -> bool:
-    """Return True if ddpnb can read an optimizer's hooks."""
+    """Return True if ddpnb can move an optimizer's hooks."""
     # Inspect the code, because creating an optimizer imports 800 modules and takes a second.
     names = {
         *torch.optim.Optimizer.register_step_pre_hook.__code__.co_names,
@@ -348,7 +349,26 @@ def lists_step_hooks() -> bool:
     return {"_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"} <= names
 
 
-def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:
-    """Return an optimizer's pre-step hooks and post-step hooks."""
-    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    return list(before.values()), list(after.values())
+def take_step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:
+    """Remove an optimizer's pre-step hooks and post-step hooks, and return them."""
+    held = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    before, after = (list(hooks.values()) for hooks in held)
+    for hooks in held:
+        hooks.clear()
+    return before, after
+
+
+@Probe("torch", "%ddp_check cannot count layers that were frozen when DDP wrapped the model")
+def counts_ddp_parameters() -> bool:
+    """Return True if ddpnb can read how many parameters DDP averages."""
+    return callable(getattr(DistributedDataParallel, "_get_ddp_logging_data", None))
+
+
+def num_thawed(ddp: DistributedDataParallel) -> int:
+    """Return the number of parameters that train, but were frozen when DDP wrapped the model."""
+    if not counts_ddp_parameters.works:
+        return 0
+    ignored = ddp.parameters_to_ignore
+    names = [n for n, each in ddp.module.named_parameters() if each.requires_grad]
+    known = int(ddp._get_ddp_logging_data().get("num_parameter_tensors", len(names)))
+    return max(0, sum(name not in ignored for name in names) - known)

@@ -61,6 +61,8 @@ class Held:
     """True if ``DistributedDataParallel`` averages the gradients."""
     syncs_buffers: bool = True
     """True if DDP copies rank 0's buffers to all ranks before each forward pass."""
+    num_thawed: int = 0
+    """Number of trainable parameters that were frozen when DDP wrapped the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

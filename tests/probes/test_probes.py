@@ -29,6 +29,7 @@ LOOKED_AT = {
     "hides_group": "torch.distributed.distributed_c10d:_WorldMeta.WORLD",
     "ends_data_workers": "torch.utils.data.dataloader:"
     "_MultiProcessingDataLoaderIter._shutdown_workers",
+    "counts_ddp_parameters": "torch.nn.parallel:DistributedDataParallel._get_ddp_logging_data",
     "lists_step_hooks": "torch.optim:Optimizer.register_step_pre_hook",
     "follows_calls": "ipyparallel:Client.send_apply_request",
     "replaces_heartbeats": "ipyparallel.controller.heartmonitor:HeartMonitor.start",

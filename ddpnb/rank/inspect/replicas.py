@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ddpnb.compat.torch_internals import num_thawed
 from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.protocol.replicas import (
     CHUNK_ELEMENTS,
@@ -94,6 +95,7 @@ def held_under(name: str, namespace: Mapping[str, Any]) -> Held:
         sharded=sharded,
         is_ddp=ddp is not None,
         syncs_buffers=ddp is not None and ddp.broadcast_buffers,
+        num_thawed=0 if ddp is None else num_thawed(ddp),
     )
 
 

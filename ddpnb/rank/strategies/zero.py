@@ -17,12 +17,11 @@ Models", SC 2020; code: ``torch.distributed.optim.ZeroRedundancyOptimizer``.
 """
 
 import importlib
-import inspect
 from typing import Any, final
 
 from torch.optim import Optimizer
 
-from ddpnb.compat.torch_internals import step_hooks
+from ddpnb.compat.torch_internals import take_step_hooks
 from ddpnb.rank.strategies.ddp import DdpStrategy
 from ddpnb.rank.worker import Worker
 
@@ -35,23 +34,29 @@ class Zero(DdpStrategy):
         """Wrap the model in DDP and shard its optimizer. Every rank takes part."""
         super().setup(worker)
         self.wrap(worker)
-        self.optimizer = whole = _sharded(self.optimizer)
-        worker.optimizers[:] = [whole.optim]  # this rank's part of the state
+        self.optimizer = _sharded(self.optimizer)
 
 
-def _sharded(sample: Optimizer) -> Any:
-    """Return a sharded optimizer with the settings of ``sample``. Every rank takes part.
+def _sharded(made: Optimizer) -> Any:
+    """Return a sharded optimizer that updates this rank's part with ``made``.
 
-    The sharded optimizer gets all hooks of ``sample`` (warm-up, clipping). On every rank, the hooks
-    see all parameters with averaged gradients.
+    Every rank takes part. ``made`` keeps only this rank's parameters, so its class may have any
+    constructor. The sharded optimizer takes over all hooks of ``made`` (warm-up, clipping), and the
+    hooks see all parameters with averaged gradients, on every rank.
     """
-    # The groups contain all settings, but the constructor may require some as arguments.
-    takes = inspect.signature(type(sample)).parameters
-    given = {key: value for key, value in sample.defaults.items() if key in takes}
+    groups = [group | {"params": [*group["params"]]} for group in made.param_groups]
+
+    def on_this_rank(part: list[dict[str, Any]], **_: Any) -> Optimizer:
+        for mine, own in zip(made.param_groups, part, strict=True):
+            for parameter in {*mine["params"]} - {*own["params"]}:
+                made.state.pop(parameter, None)  # some optimizers create their state at once
+            mine["params"][:] = own["params"]
+        return made
+
+    before, after = take_step_hooks(made)
     # Import it here, because the import takes half a second and other strategies do not need it.
     optim = importlib.import_module("torch.distributed.optim")
-    whole = optim.ZeroRedundancyOptimizer(sample.param_groups, type(sample), **given)
-    before, after = step_hooks(sample)
+    whole = optim.ZeroRedundancyOptimizer(groups, on_this_rank)
     for hook in before:
         whole.register_step_pre_hook(hook)
     for hook in after:

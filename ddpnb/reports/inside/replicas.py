@@ -192,6 +192,13 @@ def _cause(
 ) -> str:
     """Return one or two sentences with the likely cause, or ``""`` if there is no difference."""
     is_ddp = all(each.is_ddp for each in held)
+    thawed = max(each.num_thawed for each in held)
+    if thawed and finding.verdict is not Verdict.SAME and finding.part is not Part.BUFFERS:
+        return (
+            "DDP wrapped the model while layers were frozen that train now. DDP does not average "
+            f"the gradients of these {counted(thawed, 'parameter')}. Create DDP again after you "
+            "unfreeze layers."
+        )
     match finding.verdict, finding.part:
         case Verdict.UNKNOWN, _:
             return "Each rank has a different shard by design." if finding.num_sharded else ""
