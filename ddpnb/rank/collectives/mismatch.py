@@ -14,6 +14,7 @@ import hashlib
 import struct
 import threading
 import time
+import traceback
 import warnings
 import zlib
 from collections import Counter
@@ -262,7 +263,13 @@ class CollectiveLog:
                 return
             seen |= found
             time.sleep(POLL_SECONDS)
-        raise CollectiveMismatchError(f"the calls of the ranks do not match: {_spoken(seen)}")
+        is_of_buffers = any(frame.name == "_sync_buffers" for frame in traceback.extract_stack())
+        raise CollectiveMismatchError(
+            f"the calls of the ranks do not match: {_spoken(seen)}"
+            + ". DDP makes these calls to send the model's buffers, so a buffer of rank 0 has "
+            "another size or does not exist on each rank. Register buffers in __init__, with one "
+            "size for all ranks, or create DDP with broadcast_buffers=False" * is_of_buffers
+        )
 
     def _entries(self, number: int) -> dict[int, Entry]:
         """Return the entry of each rank that has already written the call with this number."""
