@@ -44,7 +44,7 @@ MESSAGES = {
     ),
     "What is wrong with my model or data?": (
         "rank/tasks/cell.py: _function _checked_model",
-        "rank/training/model_checks.py: check_model refuse_sum _own_loss _supervised_loss",
+        "rank/training/model_checks.py: check_model check_loss _own_loss _supervised_loss",
         "rank/tasks/samples.py: as_samples _as_tensors _stack",
         "rank/tasks/batches.py: __post_init__",
         "rank/training/optimizers.py: _checked",

@@ -24,7 +24,7 @@ tests/rank/test_conformance.py -k 'several and ring-by-hand'
 
 micro-batches of unequal size have the same weight
 rank/worker.py
-- share = micro_batch.num_samples / batch.num_samples
+- share = micro_batch.num_samples / num_samples
 + share = 1 / len(micro_batches)
 tests/rank/test_conformance.py -k 'several and central'
 
@@ -96,7 +96,7 @@ tests/unit/rank/test_validation.py -k 'each_mistake and sum'
 
 a smaller last batch has the weight of a full batch in a score
 rank/training/evaluation.py
-- + value * len(indices)
+- + value * num
 + + value * num_chosen / 2
 tests/rank/test_tasks.py -k every_sample_counts
 

@@ -140,6 +140,12 @@ class RunSnapshot:
         return next((value for value in values if not math.isnan(value)), math.nan)
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """The notes in the header and in the ranks' reports."""
+        reported = (note for report in self.reports for note in report.notes)
+        return (*(self.header.notes if self.header else ()), *reported)
+
+    @property
     def is_ceiling(self) -> bool:
         """True if all ranks stop after the same time instead of after the same step."""
         return self.spec is not None and self.spec.is_ceiling

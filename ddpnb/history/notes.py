@@ -31,7 +31,7 @@ def notes_of(
         counted: the repeats from which the strategy's numbers are computed.
         staleness: the median staleness over the updates of ``counted``; NaN if unknown.
     """
-    notes = [note for run in runs if run.header for note in run.header.notes]
+    notes = [note for run in runs for note in run.notes]
     for run in runs:
         if run.status in (Status.FAILED, Status.STOPPED) or run.detail:
             notes.append(ending(run.status, run.detail))

@@ -218,6 +218,8 @@ class Checked:
     """Seconds that rank 0 needs to evaluate one held-out sample; 0 if unknown."""
     seconds_per_trained: float = 0.0
     """Seconds per sample that a worker's forward and backward pass take; 0 if unknown."""
+    notes: tuple[str, ...] = ()
+    """Notes to show with the results."""
 
 
 NO_STALENESS = -1
@@ -345,8 +347,11 @@ class RunReport:
     """True if the run was stopped before its last step."""
     evaluation_was_cut: bool = False
     """True if the run took its last step but was interrupted during the evaluation."""
+    notes: tuple[str, ...] = ()
+    """Facts that this rank found out during the training, to show with the results."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "notes", tuple(self.notes))
         made = tuple(Evaluation(*each) for each in self.evaluations)  # the store returns lists
         object.__setattr__(self, "evaluations", made)
         object.__setattr__(self, "memory", Memory(*self.memory))

@@ -18,12 +18,25 @@ from ddpnb.rank.collectives.flat import local
 from ddpnb.rank.laboratory import Laboratory
 from ddpnb.rank.meter import Meter
 from ddpnb.rank.tasks.base import CLASSIFY, OptimizerFactory, StepFunction, split_step
-from ddpnb.rank.tasks.batches import Shard, Tree, rows
+from ddpnb.rank.tasks.batches import Shard, Tree, num_rows, rows
 
 
 def state_of(model: nn.Module) -> list[Tensor]:
     """Return all parameters and buffers of a model, in the model's order."""
     return [*model.parameters(), *model.buffers()]
+
+
+@torch.no_grad()
+def copy_buffers(source: nn.Module, target: nn.Module) -> None:
+    """Copy all buffers, also buffers that a step has added or resized, to the same model."""
+    held = dict(target.named_buffers(remove_duplicate=False))
+    for name, buffer in source.named_buffers(remove_duplicate=False):
+        if name in held and held[name].shape == buffer.shape:
+            held[name].copy_(buffer)
+            continue
+        path, _, key = name.rpartition(".")
+        is_saved = name in source.state_dict()
+        target.get_submodule(path).register_buffer(key, buffer.clone(), persistent=is_saved)
 
 
 @final
@@ -64,6 +77,13 @@ class Activations:
             storage = here.untyped_storage()
             self._kept[storage.data_ptr()] = storage
         return tensor
+
+
+def is_switched(optimizer: object) -> bool:
+    """Return True if an optimizer has the methods ``train`` and ``eval``."""
+    return callable(getattr(optimizer, "train", None)) and callable(
+        getattr(optimizer, "eval", None)
+    )
 
 
 @final
@@ -130,6 +150,7 @@ class Worker:
     def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         """Make the task's optimizer for the given parameters."""
         self.optimizers.append(self.make_optimizer(parameters))
+        self.switch_optimizers(training=True)
         return self.optimizers[-1]
 
     def shard(self, number: int) -> Shard:
@@ -169,10 +190,11 @@ class Worker:
         called = self.model if model is None else model
         called.zero_grad()
         micro_batches = batch.split(self.accumulate)
+        num_samples = sum(each.num_samples for each in micro_batches)
         total = torch.zeros((), device=self.device)
         meter = self.meter
         for number, micro_batch in enumerate(micro_batches, start=1):
-            share = micro_batch.num_samples / batch.num_samples
+            share = micro_batch.num_samples / num_samples
             with unsynced() if number < len(micro_batches) else nullcontext():
                 meter.compute("forward", micro_batch.num_samples)
                 forward = partial(loss_of or partial(self._loss_of, called), micro_batch, share)
@@ -202,6 +224,14 @@ class Worker:
             self.metrics[name] = self.metrics.get(name, 0.0) + share * held
         return loss
 
+    def switch_optimizers(self, *, training: bool) -> None:
+        """Call ``train()`` or ``eval()`` of optimizers that have them, such as schedule-free ones.
+
+        In a schedule-free optimizer, ``eval()`` replaces the trained weights by their average.
+        """
+        for each in filter(is_switched, self.optimizers):
+            getattr(each, "train" if training else "eval")()
+
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Update the parameters with the optimizer's ``step``."""
         self.meter.begin("optimizer")
@@ -215,6 +245,7 @@ class Batch:
     tree: Tree
     """A tree of tensors, usually inputs and targets."""
     num_samples: int
+    """The number of items of the data set from which the batch was made."""
     num_global: int
     """The number of samples in the global batch, over all workers."""
     most_parts: int | None = None
@@ -226,18 +257,23 @@ class Batch:
         """This worker's share of the global batch."""
         return self.num_samples / self.num_global
 
+    @property
+    def num_rows(self) -> int:
+        """The number of samples in ``tree``.  ``collate_fn`` may drop or add samples."""
+        return num_rows(self.tree, self.num_samples)
+
     def split(self, num_parts: int) -> list[Batch]:
         """Split the batch into ``num_parts`` micro-batches.  The maximum is ``most_parts``."""
         if num_parts == 1:
             return [self]
-        num = min(num_parts, self.most_parts or self.num_samples)
-        return self.cut(map(len, torch.arange(self.num_samples, device="cpu").tensor_split(num)))
+        num = min(num_parts, self.most_parts or self.num_samples, self.num_rows)
+        return self.cut(map(len, torch.arange(self.num_rows, device="cpu").tensor_split(num)))
 
     def cut(self, sizes: Iterable[int]) -> list[Batch]:
         """Return slices of the batch with the given sizes.  Raises the same errors as ``rows``."""
-        parts, begin = [], 0
+        parts, begin, num_all = [], 0, self.num_rows
         for size in sizes:
-            part = rows(self.tree, begin, begin + size, self.num_samples)
+            part = rows(self.tree, begin, begin + size, num_all)
             parts.append(replace(self, tree=part, num_samples=size))
             begin += size
         return parts

@@ -47,6 +47,7 @@ def prepare(cluster: Cluster, store: Store, spec: ComparisonSpec, shown: Live) -
         printed.show()
         shown.announce("")
         raise
+    specs = tuple(replace(s, notes=(*s.notes, *checked[s.strategy].notes)) for s in specs)
     specs = long_enough(specs, max((each.num_epochs for each in checked.values()), default=0.0))
     specs = budgeted(specs, checked.values(), len(cluster.ranks))
     recorder = Recorder(

@@ -146,7 +146,7 @@ def test_data_that_processes_cannot_load_are_one_sentence(monkeypatch):
     monkeypatch.setenv("DDPNB_PORTABLE", "1")
     locked = DatasetSamples([threading.Lock()])
     with pytest.raises(UserError, match=r"cannot load.*cannot pickle.*Remove --data-workers"):
-        prefetching(locked.fetch, [], 1, seed=0).__enter__()
+        prefetching(locked, [], 1, seed=0).__enter__()
 
 
 def test_processes_draw_other_random_numbers_on_each_rank_and_for_each_seed(ranks):

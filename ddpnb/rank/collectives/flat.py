@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class FlatBuffer:
@@ -20,6 +20,7 @@ class FlatBuffer:
         for tensor in like:
             sizes[tensor.dtype] += tensor.numel()
         rest = {kind: torch.zeros(size, dtype=kind, device=device) for kind, size in sizes.items()}
+        self.tensors = like
         self.buffers = list(rest.values())
         """One tensor of shape (n,) for each dtype."""
         self.views: list[Tensor] = []
@@ -51,7 +52,7 @@ class FlatBuffer:
             tensor /= dist.get_world_size()
 
 
-def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the gradients.  A parameter without a gradient gets a gradient of zeros."""
     found = []
     for parameter in parameters:

@@ -87,8 +87,8 @@ class Client:
         # Other ranks wait longer, so that the queue reports a timeout first.
         self._timeout = timeout_seconds * (1.0 if worker.rank == SERVER_RANK else 1.5)
         self._num_copies = num_copies
-        self._trained = worker.parameters
-        self._num_bytes = num_bytes(self._trained)
+        self.trained = worker.parameters
+        self._num_bytes = num_bytes(self.trained)
         self._shards: deque[int] = deque()
         self._is_over = False
         self._opened = opened
@@ -102,7 +102,7 @@ class Client:
 
     def begin(self) -> None:
         """Wait for all workers, then get the first parameters and shards."""
-        for parameter, tensor in zip(self._trained, self._copy.tensors, strict=True):
+        for parameter, tensor in zip(self.trained, self._copy.tensors, strict=True):
             if parameter.device.type == "cpu":
                 parameter.data = tensor
         reply = self._call(RequestKind.BEGIN)
@@ -137,7 +137,7 @@ class Client:
         """Wait until all workers are done, then get the final parameters."""
         self._worker.meter.wait_until(self._call(RequestKind.DONE).now)
         self._is_over = True
-        for parameter in self._trained:
+        for parameter in self.trained:
             if parameter.device.type == "cpu":
                 parameter.data = parameter.data.clone()  # in private memory
 
@@ -159,10 +159,10 @@ class Client:
             num_local = worker.local_world_size
             num_remote = worker.world_size - num_local
             assert not num_remote or self._num_copies > 1, "other hosts cannot share memory"
-            self._memory = SharedMemory.create(self._trained, self._num_copies)
+            self._memory = SharedMemory.create(self.trained, self._num_copies)
             self._opened.callback(self._memory.close)
             self._copy = self._memory.copy_of(SERVER_RANK)
-            self._copy.fill([parameter.detach() for parameter in self._trained])
+            self._copy.fill([parameter.detach() for parameter in self.trained])
             num, emulated = worker.world_size, worker.laboratory
             order = emulated and VirtualOrder(emulated, num_workers=num, shard=worker.shard)
             self.queue = WorkQueue(
@@ -190,7 +190,7 @@ class Client:
         local, port = socket.socket(socket.AF_UNIX), 0
         local.bind(str(self._path))
         opened.callback(self._path.unlink)
-        server = Server(queue, self._memory, self._trained, self._timeout)
+        server = Server(queue, self._memory, self.trained, self._timeout)
         opened.callback(server.close)  # before the path is removed
         server.listen(local)
         if num_remote:
@@ -215,9 +215,9 @@ class Client:
         opened.enter_context(worker.cancellation.held(lambda: shut_down(connection.fileno())))
         connection.send_bytes(HELLO.pack(worker.rank))
         if self._is_remote:
-            self._copy, self._gradients = pack(self._trained), pack(self._trained)
+            self._copy, self._gradients = pack(self.trained), pack(self.trained)
         else:
-            memory = SharedMemory.receive(connection, self._trained, self._num_copies)
+            memory = SharedMemory.receive(connection, self.trained, self._num_copies)
             memory.close()
             self._copy, self._gradients = memory.copy_of(worker.rank), memory.gradients(worker.rank)
 
@@ -233,7 +233,7 @@ class Client:
         if reply.lost_rank != NO_RANK:
             self._is_over = True
             raise RankLostError(reply.lost_rank)
-        for parameter, tensor in zip(self._trained, self._copy.tensors, strict=True):
+        for parameter, tensor in zip(self.trained, self._copy.tensors, strict=True):
             if parameter.device.type != "cpu":
                 parameter.data.copy_(tensor)
         return reply

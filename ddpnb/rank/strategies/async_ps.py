@@ -85,6 +85,6 @@ class AsyncParameterServer(AsynchronousStrategy):
         # communicate: only with the server. If there is a bound, also wait for slower workers
         # update: the server updates the parameters (``ParameterStore.write``) and returns them.
         # They also contain the updates by other workers
-        gradients = [parameter.grad for parameter in worker.parameters]
+        gradients = [parameter.grad for parameter in self.client.trained]
         worker.staleness = self.client.step(batch.weight, gradients)
         return loss

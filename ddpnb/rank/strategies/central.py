@@ -42,7 +42,7 @@ class Central(Strategy):
         # forward, backward; the weight b_i / B makes the sum over ranks a mean over samples
         loss = worker.compute_gradients(batch, weight=batch.weight)
         # communicate: rank 0 gets the sum; every rank takes part
-        flat.gather(gradients(worker.parameters))
+        flat.gather(gradients(flat.tensors))
         for buffer in flat.buffers:
             dist.reduce(buffer, dst=0)
         # update: only rank 0
@@ -54,5 +54,5 @@ class Central(Strategy):
         # communicate: rank 0 sends the parameters; every rank takes part
         for buffer in flat.buffers:
             dist.broadcast(buffer, src=0)
-        flat.scatter(worker.parameters)
+        flat.scatter(flat.tensors)
         return loss

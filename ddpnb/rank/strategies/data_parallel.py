@@ -80,7 +80,7 @@ class DataParallel(Strategy):
         """Copy the parameters, run the replicas, gather their outputs, and return the loss."""
         step = self.worker.training_step
         # As in torch, a small batch has fewer slices than replicas. The last slice may be smaller.
-        chunks = torch.arange(batch.num_samples, device="cpu").chunk(len(self.replicas.devices))
+        chunks = torch.arange(batch.num_rows, device="cpu").chunk(len(self.replicas.devices))
         slices = batch.cut(map(len, chunks))
         trees = [each.tree for each in slices]
         if isinstance(step, Supervised):
@@ -90,7 +90,7 @@ class DataParallel(Strategy):
             results = [step.loss(out, tree[1]) for out, tree in zip(outputs, trees, strict=True)]
         else:
             results = self.replicas.run(step, trees)
-        shares = [each.num_samples / batch.num_samples for each in slices]
+        shares = [each.num_samples / batch.num_rows for each in slices]
         losses = [
             own * self.worker.loss_in(result, share * own).reshape(1)
             for result, own in zip(results, shares, strict=True)

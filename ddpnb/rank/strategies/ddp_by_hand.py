@@ -35,7 +35,7 @@ class DdpByHand(Strategy):
         # forward, backward; the weight b_i / B makes the sum over ranks a mean over samples
         loss = worker.compute_gradients(batch, weight=batch.weight)
         # communicate: every rank takes part
-        mine = gradients(worker.parameters)
+        mine = gradients(self.flat.tensors)
         self.flat.gather(mine)
         for buffer in self.flat.buffers:
             self.all_reduce(buffer)

@@ -18,7 +18,7 @@ from torch.nn.parallel import gather, replicate
 from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.tasks.base import StepFunction
 from ddpnb.rank.tasks.batches import moved, tensors_of
-from ddpnb.rank.worker import Worker, state_of
+from ddpnb.rank.worker import Worker, copy_buffers, state_of
 
 
 class Replicas(ABC):
@@ -96,11 +96,12 @@ class ThreadReplicas(Replicas):
     @torch.no_grad()
     def copies(self, devices: list[torch.device]) -> Sequence[nn.Module]:
         """Copy the parameters and buffers. As in torch, this overwrites other replicas' buffers."""
-        first, *others = map(state_of, self.models)
+        first, *others = self.models
         for other in others:
-            for mine, theirs in zip(first, other, strict=True):
+            for mine, theirs in zip(first.parameters(), other.parameters(), strict=True):
                 theirs.copy_(mine)
-        self.meter.exchange(len(others), len(others) * num_bytes(first))
+            copy_buffers(first, other)
+        self.meter.exchange(len(others), len(others) * num_bytes(state_of(first)))
         return self.models
 
     def gather(self, outputs: list[Tensor]) -> Tensor:
@@ -125,9 +126,10 @@ class ThreadReplicas(Replicas):
     @torch.no_grad()
     def sum_gradients(self) -> None:
         """Add the gradients of the other replicas to the first replica's gradients."""
-        first, *others = ([p for p in each.parameters() if p.requires_grad] for each in self.models)
+        first, *others = ([*each.parameters()] for each in self.models)
         self.meter.computed()
-        self.meter.exchange(len(others), sum(map(num_bytes, others)))
+        size = num_bytes(each for each in first if each.requires_grad)
+        self.meter.exchange(len(others), len(others) * size)
         with self.meter.communicating():
             for other in others:
                 for mine, theirs in zip(first, other, strict=True):

@@ -66,10 +66,10 @@ class DiLoCo(LocalSgd):
     @torch.no_grad()
     def agree(self) -> None:
         """Take a step with the outer optimizer. Every rank takes part."""
-        self.flat.average(self.worker.parameters)
+        self.flat.average(self.flat.tensors)
         # The mean of w - w_i is w minus the mean of w_i.
-        for agreed, mean in zip(self.agreed, self.worker.parameters, strict=True):
+        for agreed, mean in zip(self.agreed, self.flat.tensors, strict=True):
             agreed.grad = agreed - mean
         self.worker.update(self.outer)
-        for agreed, parameter in zip(self.agreed, self.worker.parameters, strict=True):
+        for agreed, parameter in zip(self.agreed, self.flat.tensors, strict=True):
             parameter.copy_(agreed)

@@ -38,10 +38,11 @@ from typing import Any, final
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.jit import ScriptModule
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies.base import Plan, State, Strategy
-from ddpnb.rank.worker import Batch, Worker
+from ddpnb.rank.worker import Batch, Worker, copy_buffers
 
 _NCCL_NOTE = "With NCCL, all communication counts as overlapped, even if the GPU waits for it."
 
@@ -89,9 +90,8 @@ class Fsdp(Strategy):
     def finish(self) -> nn.Module:
         """Gather all parameters into a plain model. Every rank takes part."""
         plain = self.worker.make_model()
+        copy_buffers(self.worker.model, plain)  # not every buffer is in the state_dict
         plain.load_state_dict(self.snapshot())
-        for mine, theirs in zip(plain.buffers(), self.worker.model.buffers(), strict=True):
-            mine.copy_(theirs)  # not every buffer is in the state_dict
         return plain
 
     def snapshot(self) -> State:
@@ -130,9 +130,10 @@ def _listed(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if not _is_list(module) or _is_list(child):
             yield from _listed(child)
-        elif next(child.parameters(), None) is not None:
+        elif next(child.parameters(), None) is not None and not isinstance(child, ScriptModule):
             yield child
 
 
 def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, nn.Sequential) or type(module).forward is nn.Module.forward
+    forward = getattr(type(module), "forward", None)  # None in TorchScript
+    return isinstance(module, nn.Sequential) or forward is nn.Module.forward

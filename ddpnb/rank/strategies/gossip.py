@@ -60,12 +60,12 @@ class Gossip(Strategy):
 
     def finish(self) -> nn.Module:
         """Average the weights of all ranks. Every rank takes part."""
-        self.mine.average(self.worker.parameters)
+        self.mine.average(self.mine.tensors)
         return self.worker.model
 
     def average_with(self, partner: int) -> None:
         """Average the weights of two ranks. This rank and its partner take part."""
-        self.mine.gather(self.worker.parameters)
+        self.mine.gather(self.mine.tensors)
         exchange = [
             dist.P2POp(operation, buffer, partner)
             for operation, flat in ((dist.isend, self.mine), (dist.irecv, self.theirs))
@@ -75,7 +75,7 @@ class Gossip(Strategy):
             work.wait()
         for mine, theirs in zip(self.mine.buffers, self.theirs.buffers, strict=True):
             torch.add(mine, theirs, out=mine).div_(2)
-        self.mine.scatter(self.worker.parameters)
+        self.mine.scatter(self.mine.tensors)
 
 
 def partner_in_step(step: int, *, rank: int, world_size: int) -> int | None:

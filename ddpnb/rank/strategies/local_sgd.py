@@ -59,9 +59,9 @@ class LocalSgd(Strategy):
     def finish(self) -> nn.Module:
         """Average the weights if ranks took steps after the last average. Every rank takes part."""
         if self.num_steps % self.every != 0:
-            self.flat.average(self.worker.parameters)
+            self.flat.average(self.flat.tensors)
         return self.worker.model
 
     def agree(self) -> None:
         """Average all weights. Every rank takes part."""
-        self.flat.average(self.worker.parameters)
+        self.flat.average(self.flat.tensors)

@@ -11,24 +11,26 @@ set's ``set_epoch``. Every worker has a shard of each batch, so all synchronous 
 same number of steps, and torch's ``Join`` is not needed. If shards differ in size, averages of
 gradients are weighted by the shards' sizes.
 
-A batch is a tree: tensors in dicts, tuples and lists, nested in any way. A tree may also contain
-strings, numbers and other objects. In batches from torch's ``default_collate``, a list of strings
-has one string for each sample.  Runs on the ranks.
+A batch is a tree: tensors in dicts, tuples, lists and objects with fields, such as dataclasses,
+nested in any way. A tree may also contain strings, numbers and other objects. In batches from
+torch's ``default_collate``, a list of strings has one string for each sample.  Runs on the ranks.
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, is_dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from ddpnb.protocol.errors import UserError, kind_of
 
 Tree = Any
-"""A tensor, or a dict, tuple or list of trees."""
+"""A tensor, or a dict, tuple, list or object with fields of trees."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,33 +136,76 @@ def permutation(num: int, seed: int) -> Tensor:
     return torch.randperm(num, generator=generator, device="cpu")
 
 
-def mapped(function: Callable[[Any], Any], tree: Tree) -> Tree:
-    """Apply a function to each leaf of a tree. Return a tree with the same structure."""
-    if isinstance(tree, Mapping):
-        made: Any = copy.copy(tree)  # keeps the class, e.g. transformers' ModelOutput
-        for key, each in tree.items():
-            made[key] = mapped(function, each)
-        return made
-    if _is_sequence(tree):
-        parts = [mapped(function, each) for each in tree]
-        return tree._make(parts) if hasattr(tree, "_make") else type(tree)(parts)
-    return function(tree)
+def mapped(
+    function: Callable[[Any], Any],
+    tree: Tree,
+    *,
+    is_leaf: Callable[[Any], bool] = lambda _: False,
+    inside: tuple[object, ...] = (),
+) -> Tree:
+    """Apply a function to each leaf of a tree. Return a tree with the same structure.
+
+    ``is_leaf`` returns True for further leaves. ``inside`` lists the nodes above the tree.
+    """
+    if is_leaf(tree) or (parts := _parts(tree, inside)) is None:
+        return function(tree)
+    inside = (*inside, tree)
+    results = {k: mapped(function, v, is_leaf=is_leaf, inside=inside) for k, v in parts.items()}
+    if hasattr(tree, "_make"):
+        return tree._make(results.values())
+    if isinstance(tree, tuple):
+        return tuple.__new__(type(tree), results.values())
+    made: Any = copy.copy(tree)  # keeps the class, e.g. transformers' ModelOutput
+    for key, each in results.items():
+        if isinstance(tree, Mapping | list):
+            made[key] = each
+        else:
+            object.__setattr__(made, key, each)  # also in a frozen dataclass
+    return made
 
 
-def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(
+    tree: Tree, path: str = "", inside: tuple[object, ...] = ()
+) -> Iterator[tuple[str, Any]]:
     """Yield each leaf of a tree with its path, for example ``"['image'][0]"``."""
-    if isinstance(tree, Mapping) or _is_sequence(tree):
-        for key, each in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-            yield from leaves(each, f"{path}[{key!r}]")
-    else:
+    if (parts := _parts(tree, inside)) is None:
         yield path, tree
+        return
+    for key, each in parts.items():
+        yield from leaves(each, f"{path}[{key!r}]", (*inside, tree))
 
 
-def _is_sequence(tree: Tree) -> bool:
-    """Return True if a tree is a tuple or list, but not a list of strings."""
-    if hasattr(tree, "_make"):  # a PackedSequence has a method ``to``, so it is a leaf
-        return not hasattr(tree, "to")
-    return type(tree) in (tuple, list) and not (tree and isinstance(tree[0], str | bytes))
+def _parts(tree: Tree, inside: tuple[object, ...] = ()) -> dict[Any, Any] | None:
+    """Return the parts of a tree by key, number or field. Return None for a leaf.
+
+    A list of strings is a leaf. An object that refers to a node above it is a leaf there. An object
+    with a method ``to``, such as a ``PackedSequence``, is a leaf unless it is a dataclass.
+    """
+    if isinstance(tree, Mapping):
+        return dict(tree)
+    can_move = callable(getattr(tree, "to", None)) and not is_dataclass(tree)
+    if can_move or isinstance(tree, nn.Module | Dataset | type | torch.Size):
+        return None
+    if isinstance(tree, list | tuple):
+        return None if tree and isinstance(tree[0], str | bytes) else dict(enumerate(tree))
+    if any(tree is each for each in inside):
+        return None
+    fields, inside = _fields(tree), (*inside, tree)
+    found = (leaf for field in fields.values() for _, leaf in leaves(field, "", inside))
+    return fields if any(isinstance(leaf, Tensor) for leaf in found) else None
+
+
+def _fields(value: object) -> dict[str, Any]:
+    """Return the attributes of an object, in its ``__dict__`` or in slots."""
+    found = dict(getattr(value, "__dict__", {}))
+    for kind in type(value).__mro__ if type(value).__module__ != "builtins" else ():
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            is_private = name.startswith("__") and not name.endswith("__")
+            stored = f"_{kind.__name__.lstrip('_')}{name}" if is_private else name
+            if name not in ("__dict__", "__weakref__") and hasattr(value, stored):
+                found[stored] = getattr(value, stored)
+    return found
 
 
 def tensors_of(tree: Tree) -> Iterator[Tensor]:
@@ -184,7 +229,10 @@ def moved(tree: Tree, device: torch.device) -> Tree:
 
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
-            return leaf.to(device) if hasattr(leaf, "to") else leaf  # e.g. a PackedSequence
+            if not callable(getattr(leaf, "to", None)):
+                return leaf
+            on_device = leaf.to(device)  # e.g. a PackedSequence
+            return leaf if on_device is None else on_device  # None: it has moved itself
         if device.type == "cuda" and leaf.device.type == "cpu":
             leaf = leaf.pin_memory()  # otherwise, this thread would wait for the copy
         return leaf.to(device, non_blocking=True)
@@ -202,22 +250,58 @@ def rows(tree: Tree, begin: int, end: int, num_samples: int) -> Tree:
     """
 
     def cut(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == num_samples:
-            return leaf[begin:end]
-        if hasattr(leaf, "to") and getattr(leaf, "ndim", 1) > 0:
+        can_move = callable(getattr(leaf, "to", None)) and getattr(leaf, "ndim", 1) > 0
+        if _length(leaf) == num_samples and (isinstance(leaf, Tensor) or not can_move):
+            try:
+                return leaf[begin:end]
+            except (TypeError, RuntimeError, KeyError):  # e.g. a set or a sparse tensor
+                can_move = True
+        if can_move:
             raise UserError(
                 f"A batch of {num_samples} samples contains {shape_of(leaf)}, so it cannot be "
                 "split. Return tensors with one row for each sample, or remove --accumulate and dp."
             )
-        return leaf[begin:end] if isinstance(leaf, list | tuple) else leaf
+        return leaf
 
-    return mapped(cut, tree)
+    def is_list_of_samples(part: Any) -> bool:
+        is_plain = isinstance(part, list | tuple) and not hasattr(part, "_make")
+        return is_plain and len(part) == num_samples and num_samples not in map(_length, part)
+
+    return mapped(cut, tree, is_leaf=is_list_of_samples)
+
+
+def num_rows(tree: Tree, num_items: int) -> int:
+    """Return the number of samples in a batch that ``collate_fn`` made of ``num_items`` items.
+
+    ``collate_fn`` may drop items, add items, or cut items into windows. If no part of the batch has
+    ``num_items`` rows, the length that most parts share is the number of samples.
+    """
+    parts = [*(_parts(tree) or {0: tree}).values()]
+    if type(tree) is list and not any(isinstance(each, Tensor) for each in parts):
+        return max(map(_length, (tree, *parts)))  # items, or fields
+    if num_items in map(_length, parts):
+        return num_items
+    of_parts = ({_length(part)}.union(_length(leaf) for _, leaf in leaves(part)) for part in parts)
+    votes = Counter(each for lengths in reversed([*of_parts]) for each in lengths - {-1})
+    return votes.most_common(1)[0][0] if votes else num_items
+
+
+def _length(value: object) -> int:
+    """Return the length of a tensor, tuple or list; -1 for a string, a dict or a number."""
+    try:
+        return -1 if isinstance(value, str | bytes | Mapping) else len(value)  # type: ignore[arg-type]
+    except (TypeError, RuntimeError):  # a nested tensor raises RuntimeError
+        return -1
 
 
 def shape_of(tree: Tree) -> str:
     """Return a string with the shapes in a tree, such as ``"(5, 3)"`` or ``"{'x': (5, 3)}"``."""
-
-    def shape(leaf: Any) -> Any:
-        return tuple(leaf.shape) if isinstance(leaf, Tensor) else kind_of(leaf)
-
-    return str(mapped(shape, tree))
+    if isinstance(tree, Tensor):
+        return "a nested tensor" if tree.is_nested else str(tuple(tree.shape))
+    if isinstance(tree, tuple | list) and _parts(tree) is not None:
+        inside = ", ".join(map(shape_of, tree))
+        return f"[{inside}]" if isinstance(tree, list) else f"({inside}{',' * (len(tree) == 1)})"
+    if isinstance(tree, Mapping):
+        return "{" + ", ".join(f"{key!r}: {shape_of(each)}" for key, each in tree.items()) + "}"
+    shapes = ", ".join(map(shape_of, tensors_of(tree)))
+    return f"{kind_of(tree)} of {shapes}" if shapes else kind_of(tree)

@@ -74,6 +74,7 @@ def cell_task(source: str, namespace: Mapping[str, object], filename: str) -> Ta
         optimizer=found["optimizer"],
         notes=(
             *((_OWN_OPTIMIZER_NOTE,) if found["optimizer"] else ()),
+            *dict.fromkeys((*train.notes, *held_out.notes)),
             *_misspelt(source, defined),
         ),
         defined=scope,

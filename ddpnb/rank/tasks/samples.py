@@ -19,6 +19,7 @@ from torch.utils.data import (
     SequentialSampler,
     TensorDataset,
     default_collate,
+    get_worker_info,
 )
 
 from ddpnb.compat.torch_internals import end_data_workers
@@ -30,7 +31,7 @@ Collate = Callable[[list[Any]], Tree]
 """Function that makes one batch from several items of a data set."""
 
 NUM_PREFETCHED = 2
-"""Number of shards that each data process prepares while this worker trains on one shard."""
+"""Default number of shards that each data process prepares while this worker trains on one."""
 
 Request = tuple[Shard, Tensor]
 """A shard and the indices of its samples."""
@@ -39,6 +40,8 @@ Request = tuple[Shard, Tensor]
 @final
 class TensorSamples:
     """Samples in a tree of tensors, with one row for each sample."""
+
+    notes: tuple[str, ...] = ()
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
@@ -56,15 +59,23 @@ class TensorSamples:
 class DatasetSamples:
     """Samples of a map-style data set with items of any kind.
 
-    ``num_workers`` processes fetch the samples, unless ``--data-workers`` sets another number.
+    ``num_workers`` processes fetch the samples, unless ``--data-workers`` sets another number. The
+    processes have the settings of ``loader``.
     """
 
+    notes: tuple[str, ...] = ()
+
     def __init__(
-        self, dataset: Any, collate: Collate | None = None, *, num_workers: int = 0
+        self, dataset: Any, collate: Collate | None = None, loader: DataLoader[Any] | None = None
     ) -> None:
         self.dataset = dataset
         self._collate = collate or _stack
-        self.num_workers = num_workers
+        self.num_workers: int = getattr(loader, "num_workers", 0)
+        self.num_prefetched: int = getattr(loader, "prefetch_factor", None) or NUM_PREFETCHED
+        self.timeout: float = getattr(loader, "timeout", 0)
+        self.begin_worker: Callable[[int], None] | None = getattr(loader, "worker_init_fn", None)
+        context = getattr(loader, "multiprocessing_context", None)
+        self.start_method = context and context.get_start_method()
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -86,6 +97,13 @@ def _stack(items: list[Any]) -> Tree:
     try:
         return default_collate(items)
     except (TypeError, RuntimeError, KeyError) as error:
+        if "No space left" in str(error) or "shared memory" in str(error):
+            raise UserError(
+                f"/dev/shm is full, so processes cannot send batches ({summary_of(error)}). Use "
+                "--data-workers 0, or give the container more shared memory (--shm-size=2g)."
+            ) from error
+        if isinstance(error, RuntimeError) and "size" not in str(error):
+            raise
         raise UserError(
             f"The items of data(split) cannot be stacked into a batch ({summary_of(error)}). "
             "Give all items the same shape and type, or define collate_fn(items)."
@@ -99,11 +117,11 @@ def as_samples(data: Any, split: str, collate: Collate | None = None) -> Samples
     ``DataLoader`` of such data. Any other result, or an empty result, raises ``UserError``.
     ``collate`` is the cell's ``collate_fn``.
     """
-    num_workers = 0
+    loader = None
     if isinstance(data, DataLoader):
         if data.collate_fn is not default_collate:
             collate = collate or data.collate_fn
-        data, num_workers = _dataset_of(data, split), data.num_workers
+        data, loader = _dataset_of(data, split), data
     if isinstance(data, TensorDataset) and collate is None:
         data = data.tensors
     if isinstance(data, Tensor | np.ndarray | Mapping | tuple):
@@ -115,17 +133,42 @@ def as_samples(data: Any, split: str, collate: Collate | None = None) -> Samples
         samples: Samples = TensorSamples(_as_tensors(data, split))
     else:
         _check_numbered(data, split)
-        samples = DatasetSamples(data, collate, num_workers=num_workers)
+        samples = DatasetSamples(data, collate, loader)
     if len(samples) == 0:
         raise UserError(f"data({split!r}) returned no samples. Return at least one sample.")
+    if loader is not None:
+        samples.notes = _notes_on(loader, is_in_memory=isinstance(samples, TensorSamples))
     return samples
+
+
+def _notes_on(loader: DataLoader[Any], *, is_in_memory: bool) -> tuple[str, ...]:
+    """Return a note that names the loader's settings that ddpnb does not use."""
+    of_processes = "num_workers", "worker_init_fn", "timeout", "multiprocessing_context"
+    names = ("generator", "drop_last", *(of_processes if is_in_memory else ()))
+    ignored = [name for name in names if getattr(loader, name)]
+    ignored += [] if getattr(loader, "in_order", True) else ["in_order"]
+    if not ignored:
+        return ()
+    why = "data in memory needs no processes, and " * is_in_memory
+    return (
+        f"ddpnb ignores {', '.join(ignored)} of the DataLoader, because {why}--batch-size and "
+        "--seed define the batches.",
+    )
 
 
 def _as_tensors(tree: object, split: str) -> Tree:
     def as_tensor(leaf: Any) -> Tensor:
-        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fiub":
-            # Copy read-only arrays, because torch warns about them.
-            leaf = torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
+        _check_convertible(leaf, split)
+        if isinstance(leaf, np.ndarray):
+            kind = leaf.dtype.newbyteorder("=")
+            try:  # astype copies read-only arrays and arrays with negative strides
+                is_usual = leaf.flags.c_contiguous and leaf.flags.writeable and leaf.dtype == kind
+                leaf = torch.from_numpy(leaf if is_usual else leaf.astype(kind, order="C"))
+            except TypeError:
+                raise UserError(
+                    f"data({split!r}) returned an array of type {leaf.dtype}, which torch does not "
+                    "have. Convert the array to numbers."
+                ) from None
         if not isinstance(leaf, Tensor) or leaf.ndim == 0:
             raise _wrong(split, f"{kind_of(tree)} that contains {kind_of(leaf)} without rows")
         return leaf.detach().cpu()
@@ -137,6 +180,18 @@ def _as_tensors(tree: object, split: str) -> Tree:
             "with one row for each sample."
         )
     return found
+
+
+def _check_convertible(value: Any, split: str) -> None:
+    """Reject data of pandas and scipy, masked arrays and sparse tensors, and name the method."""
+    is_sparse = isinstance(value, Tensor) and value.layout != torch.strided
+    methods = ["to_dense"] if is_sparse else ["to_numpy", "toarray", "filled"]
+    if is_sparse or not isinstance(value, Tensor):
+        for method in (each for each in methods if hasattr(value, each)):
+            raise UserError(
+                f"data({split!r}) returned {kind_of(value)}{' that is sparse' * is_sparse}. Return "
+                f"a dense tensor or array instead: call its method {method}()."
+            )
 
 
 def _dataset_of(loader: DataLoader[Any], split: str) -> Any:
@@ -156,6 +211,7 @@ def _dataset_of(loader: DataLoader[Any], split: str) -> Any:
 
 def _check_numbered(dataset: Any, split: str) -> None:
     """Reject a stream, because strategies could not use its samples in the same order."""
+    _check_convertible(dataset, split)
     has_numbers = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if not has_numbers or isinstance(dataset, IterableDataset | str):
         raise _wrong(split, kind_of(dataset))
@@ -174,27 +230,28 @@ def _wrong(split: str, what: str) -> UserError:
 
 @contextlib.contextmanager
 def prefetching(
-    fetch: Callable[[Tensor], Tree], requests: Iterable[Request], num_processes: int, *, seed: int
+    samples: DatasetSamples, requests: Iterable[Request], num_processes: int, *, seed: int
 ) -> Iterator[Iterator[tuple[Shard, Tree]]]:
-    """Yield shards with their samples. Other processes fetch the samples with ``fetch``.
+    """Yield shards with their samples. Other processes fetch the samples.
 
     The processes end when the context ends. No process fetches samples before the first shard is
     requested, so that no strategy has samples ready when the run's time starts. Each process takes
-    ``NUM_PREFETCHED`` requests in advance, even if other workers use the same queue of requests.
+    ``num_prefetched`` requests in advance, even if other workers use the same queue of requests.
     ``seed`` is the seed of the random numbers in the processes.
     """
-    num_first = NUM_PREFETCHED * num_processes  # requests that the loader takes in advance
+    num_first = samples.num_prefetched * num_processes  # requests that the loader takes in advance
     batches = iter(
         DataLoader(
-            _Fetched(fetch),
+            _Fetched(samples),
             sampler=itertools.chain(itertools.repeat(None, 2 * num_first), requests),
             batch_size=None,
             collate_fn=_unchanged,
             num_workers=num_processes,
-            prefetch_factor=NUM_PREFETCHED,
+            prefetch_factor=samples.num_prefetched,
             worker_init_fn=_begin_process,
+            timeout=samples.timeout,
             # Forked processes share the memory of the data set.
-            multiprocessing_context="spawn" if portable() else "fork",
+            multiprocessing_context=samples.start_method or ("spawn" if portable() else "fork"),
             generator=torch.Generator().manual_seed(seed),  # not the global generator
         )
     )
@@ -210,18 +267,18 @@ def prefetching(
 class _Fetched(Dataset[Any]):
     """A data set with shards as items. If a request is None, it only starts the process.
 
-    A process that is not forked gets ``fetch`` by cloudpickle, which accepts classes from a cell.
+    A process that is not forked gets them by cloudpickle, which accepts classes from a cell.
     """
 
-    def __init__(self, fetch: Callable[[Tensor], Tree]) -> None:
-        self._fetch = fetch
+    def __init__(self, samples: DatasetSamples) -> None:
+        self.samples = samples
 
     def __getitem__(self, request: Request | None) -> tuple[Shard, Tree] | None:
-        return request and (request[0], self._fetch(request[1]))
+        return request and (request[0], self.samples.fetch(request[1]))
 
     def __getstate__(self) -> bytes:
         try:
-            return cast(bytes, cloudpickle.dumps(self._fetch))
+            return cast(bytes, cloudpickle.dumps(self.samples))
         except Exception as error:
             raise UserError(
                 f"Other processes cannot load the result of data(split) ({summary_of(error)}). "
@@ -229,12 +286,17 @@ class _Fetched(Dataset[Any]):
             ) from error
 
     def __setstate__(self, pickled: bytes) -> None:
-        self._fetch = cloudpickle.loads(pickled)
+        self.samples = cloudpickle.loads(pickled)
 
 
 def _unchanged(shard: object) -> object:
     return shard
 
 
-def _begin_process(_: int) -> None:
+def _begin_process(number: int) -> None:
     die_with_parent()
+    info: Any = get_worker_info()
+    samples = info.dataset.samples
+    object.__setattr__(info, "dataset", samples.dataset)  # the user's functions read it
+    if samples.begin_worker is not None:
+        samples.begin_worker(number)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState, RejoinInfo, RunSpec
 from ddpnb.protocol.notation import parse_kills, parse_ranks, parse_slow, parse_strategy
 from ddpnb.rank.cancellation import CancellationToken
@@ -24,7 +25,7 @@ from ddpnb.rank.strategies.base import Plan, Strategy
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard, Tree, moved
-from ddpnb.rank.tasks.samples import NUM_PREFETCHED, DatasetSamples, prefetching
+from ddpnb.rank.tasks.samples import DatasetSamples, prefetching
 from ddpnb.rank.training.optimizers import make_optimizer
 from ddpnb.rank.worker import Batch, Worker
 
@@ -124,7 +125,7 @@ class RunContext:
             laboratory=self.laboratory,
             delay=delay,
             joins=self.here.rejoin_info is not None,
-            num_prefetched=NUM_PREFETCHED * self.num_data_workers,
+            num_prefetched=self.num_data_workers * getattr(self.task.train, "num_prefetched", 0),
             cancellation=self.here.cancellation,
         )
 
@@ -164,10 +165,11 @@ class RunContext:
         self, shards: Iterable[Shard]
     ) -> contextlib.AbstractContextManager[Iterator[tuple[Shard, Tree]]]:
         """Return a context that provides an iterator over (shard, samples) pairs."""
-        if not self.num_data_workers:
+        train = self.task.train
+        if not self.num_data_workers or not isinstance(train, DatasetSamples):
             return contextlib.nullcontext((shard, self.fetch(shard)) for shard in shards)
         return prefetching(
-            self.task.train.fetch,
+            train,
             ((shard, self.schedule.indices(shard)) for shard in shards),
             self.num_data_workers,
             seed=(self.spec.seed * 1_000_003 + self.state.rank) % 2**63,
@@ -178,22 +180,32 @@ class RunContext:
         return self.task.train.fetch(self.schedule.indices(shard))
 
     def batch(self, shard: Shard, tree: Tree) -> Batch:
-        """Copy the samples of a shard to the device."""
+        """Copy the samples of a shard to the device.  Raise ``UserError`` if there are none."""
         num_global = self.schedule.size(shard.step)
-        return Batch(
+        batch = Batch(
             tree=moved(tree, self.device),
             num_samples=self.schedule.num_in(shard),
             num_global=num_global,
             most_parts=num_global // shard.num_parts,
         )
+        if not batch.num_rows:
+            raise UserError(
+                f"collate_fn dropped all {batch.num_samples} items of a worker's batch. Return at "
+                "least one sample, or use a larger --batch-size."
+            )
+        return batch
 
     def usual_batch(self) -> Batch:
         """Fetch a batch that is as large as one worker's shard of a full global batch."""
         return self.first_batch(-(-self.schedule.size(0) // self.plan.num_workers))
 
-    def first_batch(self, num_samples: int, *, times: int = 1) -> Batch:
-        """Fetch a global batch of the run's first samples, with each sample ``times`` times."""
-        first = self.schedule.indices(Shard(step=0, part=0, num_parts=1))[:num_samples]
+    def first_batch(self, num_samples: int, *, start: int = 0, times: int = 1) -> Batch:
+        """Fetch samples of the first global batch as one batch, with each sample ``times`` times.
+
+        ``start`` is the number of samples before the batch.
+        """
+        every = self.schedule.indices(Shard(step=0, part=0, num_parts=1))
+        first = every[start : start + num_samples]
         indices = first.repeat(times)
         tree = moved(self.task.train.fetch(indices), self.device)
         return Batch(tree=tree, num_samples=len(indices), num_global=len(indices))

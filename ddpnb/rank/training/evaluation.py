@@ -18,7 +18,7 @@ from torch.optim.swa_utils import update_bn
 from ddpnb.compat.torch_internals import tree_map, tree_map_only
 from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.rank.tasks.base import CLASSIFY, Supervised, Task, split_step
-from ddpnb.rank.tasks.batches import Tree, moved, permutation, shape_of
+from ddpnb.rank.tasks.batches import Tree, moved, num_rows, permutation, shape_of
 
 MAX_SAMPLES = 10_000
 """Default maximum number of evaluated samples.  These samples are evenly spaced in the split."""
@@ -42,7 +42,7 @@ class Score:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The results of the task's ``validation_step`` and ``metric``."""
     num_samples: int = 0
-    """Number of samples that were evaluated."""
+    """Number of samples that were evaluated.  ``collate_fn`` may drop or add samples."""
 
     @property
     def is_known(self) -> bool:
@@ -69,16 +69,19 @@ def score(
     samples = task.held_out if is_held_out else task.train
     totals: dict[str, float] = {}
     pairs = []
-    num_chosen = min(len(samples), max_samples)
+    num_chosen, num_samples = min(len(samples), max_samples), 0
     chosen = torch.arange(num_chosen, device="cpu") * len(samples) // num_chosen
     for indices in chosen.split(min(batch_size, _BATCH_SIZE)):
         batch = moved(samples.fetch(indices), device)
+        if not (num := num_rows(batch, len(indices))):
+            continue
+        num_samples += num
         numbers, pair = _measured(model, task, batch, is_held_out=is_held_out, has_loss=has_loss)
         if pair is not None:  # on the CPU, where any library's metric can read the tensors
             pairs.append(tree_map_only(Tensor, Tensor.cpu, tuple(pair)))
         for name, value in numbers.items():
-            totals[name] = totals.get(name, 0.0) + value * len(indices)
-    found = {name: total / num_chosen for name, total in totals.items()}
+            totals[name] = totals.get(name, 0.0) + value * num
+    found = {name: total / num_samples for name, total in totals.items()}
     if pairs and task.metric is not None:
         outputs, targets = tree_map(_joined, *pairs)
         call = "metric(outputs, targets)"
@@ -87,7 +90,7 @@ def score(
         loss=found.pop("loss", math.nan),
         accuracy=found.pop("accuracy", math.nan),
         metrics=found,
-        num_samples=num_chosen,
+        num_samples=num_samples,
     )
 
 

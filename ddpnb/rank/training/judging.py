@@ -18,7 +18,7 @@ from ddpnb.protocol.messages import Evaluating, Evaluation, RunReport
 from ddpnb.protocol.processes import atomic_write
 from ddpnb.rank.training.evaluation import MAX_SAMPLES, Score, estimate_batchnorm, score
 from ddpnb.rank.training.run_metrics import RunMetrics
-from ddpnb.rank.training.snapshots import Snapshots, copied
+from ddpnb.rank.training.snapshots import Snapshots, copied, load_state
 
 MAX_ON_THE_WAY = 2_000
 """Default maximum number of held-out samples on which a copy of the model is evaluated."""
@@ -60,7 +60,7 @@ def judged(
         report = replace(report, evaluation_was_cut=True)
     finally:
         with judge.marked("could not restore the trained weights"):
-            model.load_state_dict(trained)
+            load_state(model, trained)
         model.cpu().zero_grad()  # ``keep`` stored it, and the next run needs the GPU's memory
     return report
 
@@ -119,7 +119,7 @@ class _Judge:
         with self.marked("could not compute the held-out curve"):
             while left and not should_stop():
                 num_samples, seconds, state = left.pop(0)
-                self._model.load_state_dict(state)
+                load_state(self._model, state)
                 self.estimate_batchnorm()
                 point = self.score(is_held_out=True, max_samples=MAX_ON_THE_WAY)
                 if not point.is_known:

@@ -37,19 +37,24 @@ from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.servers.client import RunOverError
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.tasks.batches import Shard, Tree, every_step
+from ddpnb.rank.training.agreement import disagreement
 from ddpnb.rank.training.context import RunContext, Surroundings, build_context
 from ddpnb.rank.training.evaluation import BATCHNORM_NOTE
 from ddpnb.rank.training.fault_injection import FaultInjector
 from ddpnb.rank.training.judging import judged
 from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
 from ddpnb.rank.training.snapshots import Snapshots
-from ddpnb.rank.worker import Activations, Worker
+from ddpnb.rank.worker import Activations, Worker, is_switched
 
 CEILING_SECONDS = 4.0
 """Maximum training time, in seconds, of a ``no-comm`` run that ddpnb adds by itself."""
 CEILING_STEPS = 30
 """Maximum number of steps of an added ``no-comm`` run on emulated devices (equally long steps)."""
 REHEARSED_STEPS = 3
+_NOT_SWITCHED = (
+    "The optimizer averages weights (schedule-free). This strategy cannot call the optimizer's "
+    "eval() during a run, so the scores are those of the training weights."
+)
 STEPS_BETWEEN_LOOKS = 8
 """Number of steps between two checks for a stop request, if there are several hosts."""
 
@@ -117,6 +122,11 @@ def _trained(metrics: RunMetrics, should_stop: Callable[[], bool]) -> tuple[nn.M
         )
         worker.activations = activations
         strategy.setup(worker)
+        frozen = [each for each in worker.model.named_parameters() if not each[1].requires_grad]
+        held, switched = {*worker.model.parameters()}, filter(is_switched, worker.optimizers)
+        updated = {p for each in switched for group in each.param_groups for p in group["params"]}
+        if updated and not (context.plan.synchronous and updated <= held):
+            worker.notes.append(_NOT_SWITCHED)
         snapshots = Snapshots(metrics, strategy, worker)
         if context.state.rank == 0:
             if snapshots.is_estimated:
@@ -131,10 +141,19 @@ def _trained(metrics: RunMetrics, should_stop: Callable[[], bool]) -> tuple[nn.M
             metrics.note_memory(strategy.memory())
             # -- finish -------------------------------------------------------------------
             is_timed = context.plan.finish_is_timed
+            if context.plan.synchronous:
+                worker.switch_optimizers(training=False)
             with contextlib.nullcontext() if is_timed else metrics.clock.paused():
                 model = strategy.finish()
             if is_timed:
                 metrics.clock.end()
+        plan, spec = context.plan, context.spec
+        if plan.synchronous and plan.num_ranks > 1 and not spec.is_ceiling:
+            optimizer = None if context.is_own else getattr(strategy, "optimizer", None)
+            groups = [] if optimizer is None else optimizer.param_groups
+            trained = {each for group in groups for each in group["params"]}
+            thawed = [name for name, each in frozen if each.requires_grad and each in trained]
+            metrics.notes += disagreement(model, thawed)
         if not metrics.was_stopped:
             snapshots.average()
         lost = [] if strategy.queue is None else map(worker.shard, strategy.queue.lost_shards)
@@ -220,6 +239,8 @@ def _train(
         if context.here.cancellation.is_aborted:  # a strategy may never wait for other ranks
             raise RunCancelledError("ddpnb ended this rank's run because another rank failed.")
         batch = context.batch(shard, tree)
+        metrics.num_items += batch.num_samples
+        metrics.num_rows += batch.num_rows
         fault_injector.begin_step()
         clock.begin_step(batch.num_samples)
         loss = strategy.step(batch)

@@ -2,7 +2,9 @@
 
 import contextlib
 import math
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, final
 
 import torch
@@ -15,18 +17,21 @@ from ddpnb.compat.torch_internals import lists_step_hooks
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError, summary_of
 from ddpnb.protocol.notation import Choice, parse_strategy
+from ddpnb.rank.cancellation import is_consequence
 from ddpnb.rank.random_state import preserve_globals, seed_everything
 from ddpnb.rank.strategies.fsdp import layers_of
 from ddpnb.rank.tasks.base import LOSS, STEP, Supervised, split_step
 from ddpnb.rank.tasks.batches import shape_of
 from ddpnb.rank.training.context import RunContext
 from ddpnb.rank.training.evaluation import number_of, pair_of
-from ddpnb.rank.worker import Batch, Worker, state_of
+from ddpnb.rank.worker import Batch, Worker, is_switched, state_of
 
 NUM_FEW = 8
-"""Number of samples for which ``refuse_sum`` computes a loss."""
+"""Number of samples for which ``check_loss`` computes a loss."""
+MAX_CHARACTERS = 300
+"""Maximum length of torch's message in an error."""
 SMALLEST = 1e-6
-"""Smallest loss that ``refuse_sum`` checks.  Smaller losses may be only rounding errors."""
+"""Smallest loss that ``check_loss`` checks.  Smaller losses may be only rounding errors."""
 
 
 def check_model(worker: Worker) -> None:
@@ -120,32 +125,59 @@ class WrappedByDdp(nn.Module):
 
 
 @contextlib.contextmanager
-def attempt(failed: str) -> Iterator[None]:
-    """Convert an error in the user's code into a ``UserError`` that begins with ``failed``."""
+def attempt(failed: str, advice: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
+    """Convert an error in the user's code into a ``UserError`` that begins with ``failed``.
+
+    ``advice``: sentences to add, by a part of torch's message.
+    """
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:
-        raise UserError(f"{failed}: {summary_of(error)}") from error
+        if isinstance(error, UserError) or is_consequence(error):
+            raise
+        known = [f". {each}" for text, each in advice.items() if text in str(error)]
+        summary = textwrap.shorten(summary_of(error), MAX_CHARACTERS, placeholder=" ...")
+        raise UserError(f"{failed}: {summary}{known[0] if known else ''}") from error
+
+
+OF_STRATEGIES = {
+    "mark a variable ready only once": "A backward pass reaches a parameter twice, for example "
+    "because of reentrant checkpointing. Use checkpoint(..., use_reentrant=False).",
+    "ZeroRedundancyOptimizer only supports": "Use one data type for all parameters, or remove "
+    "zero.",
+    "uniform original parameter dtype": "Use one data type for all parameters of a layer, or "
+    "remove fsdp.",
+    "setStorage": "fsdp releases parameters that a second derivative needs. Remove fsdp.",
+}
+"""Advice for errors in the first step of a strategy."""
+WITHOUT_GRADIENTS = {
+    "does not require grad": "ddpnb evaluates without gradients. Where validation_step or metric "
+    "needs them, use  with torch.enable_grad():"
+}
+"""Advice for errors in an evaluation."""
 
 
 # -- losses -------------------------------------------------------------------------------------
 
 
-def refuse_sum(context: RunContext, worker: Worker) -> None:
+def check_loss(context: RunContext, worker: Worker) -> tuple[str, ...]:
     """Raise ``UserError`` if the loss is a sum.  A sum doubles if each sample occurs twice.
 
-    ddpnb computes the loss with and without repeated samples in evaluation mode, from the same
-    random seed.  ddpnb does not check a loss that depends on the seed, such as the loss of a VAE,
-    or a loss that accepts only a fixed number of samples.
+    Return a note if a strategy splits batches, and the loss of a batch is not the mean of the
+    losses of its halves.
+
+    ddpnb computes the losses in evaluation mode, from the same random seed.  ddpnb does not check a
+    loss that depends on the seed, such as the loss of a VAE, or a loss that accepts only a fixed
+    number of samples.
     """
     step = worker.training_step
     is_short = isinstance(step, Supervised)
+    num_few = min(NUM_FEW, context.schedule.size(0))
+    half = num_few // 2
 
-    def loss_of(*, times: int = 1, seed: int = 0) -> float:
+    def loss_of(num: int = num_few, seed: int = 0, **chosen: int) -> float:
         seed_everything(seed)
-        batch = context.first_batch(NUM_FEW, times=times)
+        batch = context.first_batch(num, **chosen)
         with torch.set_grad_enabled(not is_short):  # a step may need gradients
             return split_step(step(worker.model, batch.tree))[0].item()
 
@@ -153,8 +185,10 @@ def refuse_sum(context: RunContext, worker: Worker) -> None:
     with preserve_globals(worker.device):
         try:
             once, drawn, twice = loss_of(), loss_of(seed=1), loss_of(times=2)
+            rest = loss_of(num_few - half, start=half)
+            halves = rest + half / num_few * (loss_of(half) - rest) if half else rest
         except Exception:  # noqa: BLE001  the user's code
-            return
+            return ()
         finally:
             worker.model.train()
     is_certain = once == drawn and math.isfinite(twice) and abs(once) >= SMALLEST
@@ -163,6 +197,15 @@ def refuse_sum(context: RunContext, worker: Worker) -> None:
             f"{LOSS if is_short else STEP} is a sum over the samples. Return the mean, "
             "so that the loss does not depend on the size of a worker's shard."
         )
+    is_split = context.plan.num_workers > 1 or context.spec.accumulate > 1
+    rounding = max((torch.finfo(each.dtype).eps for each in worker.parameters), default=0.0)
+    if not (is_split and is_certain) or math.isclose(once, halves, rel_tol=1e-4 + 4 * rounding):
+        return ()
+    return (
+        f"The loss of {num_few} samples is {once:.4g}, but the mean of its halves' losses is "
+        f"{halves:.4g}, for example because the loss is a mean over tokens. This strategy splits "
+        "batches, so its updates differ from those of single.",
+    )
 
 
 # -- restrictions of single strategies ----------------------------------------------------------
@@ -180,6 +223,16 @@ def check_strategy(strategy: str, worker: Worker) -> None:
         _check_device(choice)
     if choice.name == "zero" and not lists_step_hooks.works:
         raise UserError(f"{lists_step_hooks.sentence}.")
+    if choice.name == "zero" and any(map(is_switched, worker.optimizers)):
+        raise UserError(
+            "zero cannot call eval() of a schedule-free optimizer, because each rank holds a part "
+            "of its state. Compare ddp or fsdp instead."
+        )
+    if choice.name == "fsdp" and isinstance(worker.model, torch.jit.ScriptModule):
+        raise UserError(
+            "fsdp cannot wrap a TorchScript model. Return the model without torch.jit, or remove "
+            "fsdp."
+        )
     finds_unused = choice.options.get("find_unused_parameters")
     in_layers = {each for layer in layers_of(worker.model) for each in layer.parameters()}
     for name, parameter in worker.model.named_parameters():

@@ -44,6 +44,12 @@ class RunMetrics:
     memory: Memory = field(default_factory=Memory)
     num_lost_samples: int = 0
     """Number of samples in the shards that workers had taken but not finished when they died."""
+    num_items: int = 0
+    """Number of items of the data set that this rank has trained on."""
+    num_rows: int = 0
+    """Number of samples that ``collate_fn`` has made of these items."""
+    notes: tuple[str, ...] = ()
+    """Facts that this rank found out during the training."""
 
     def __post_init__(self) -> None:
         context = self.context
@@ -85,6 +91,10 @@ class RunMetrics:
 
     def report(self) -> RunReport:
         """Return the report of the run on this rank."""
+        collated = (
+            f"On rank {self.context.state.rank}, collate_fn made {self.num_rows:,} samples of "
+            f"{self.num_items:,} items. Speeds count items, and scores count samples."
+        )
         return RunReport(
             run_id=self.context.spec.run_id,
             rank=self.context.state.rank,
@@ -94,6 +104,7 @@ class RunMetrics:
             was_stopped=self.was_stopped,
             memory=self.memory,
             num_lost_samples=self.num_lost_samples,
+            notes=(*self.notes, *([collated] if self.num_rows != self.num_items else [])),
         )
 
 

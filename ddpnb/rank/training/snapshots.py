@@ -15,7 +15,7 @@ import math
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddpnb.rank.collectives.flat import FlatBuffer
 from ddpnb.rank.strategies.base import State, Strategy
@@ -90,10 +90,15 @@ class Snapshots:
 
     @torch.no_grad()
     def _copy(self, shard: Shard) -> None:
+        is_synchronous = self._metrics.context.plan.synchronous
+        if is_synchronous:
+            self._worker.switch_optimizers(training=False)
         state = self._strategy.snapshot()
         if self._is_kept:
             seconds = self._metrics.clock.seconds
             self.kept.append(Snapshot(self._num_samples(shard), seconds, copied(state)))
+        if is_synchronous:
+            self._worker.switch_optimizers(training=True)
 
     def _num_samples(self, shard: Shard) -> int:
         """Return the number of samples that all workers have trained on after a step on ``shard``.
@@ -139,3 +144,14 @@ def copied(state: State) -> State:
         if isinstance(value, Tensor):
             result[name] = value.detach().to("cpu", copy=True)
     return result
+
+
+def load_state(model: nn.Module, state: State) -> None:
+    """Load a copy of the model's state.  Steps may have added or resized buffers since the copy."""
+    if new := dict(model.named_parameters()).keys() - state.keys():
+        raise RuntimeError(f"a later step has added the parameter {min(new)}")
+    for name, buffer in model.named_buffers():
+        if name in state and state[name].shape != buffer.shape:
+            path, _, key = name.rpartition(".")
+            setattr(model.get_submodule(path), key, state[name].to(buffer.device, copy=True))
+    model.load_state_dict(state, strict=False)

@@ -22,7 +22,14 @@ from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.training.context import RunContext, Surroundings, build_context
 from ddpnb.rank.training.evaluation import Score, score
 from ddpnb.rank.training.fault_injection import measure_compute_seconds
-from ddpnb.rank.training.model_checks import attempt, check_model, check_step, refuse_sum
+from ddpnb.rank.training.model_checks import (
+    OF_STRATEGIES,
+    WITHOUT_GRADIENTS,
+    attempt,
+    check_loss,
+    check_model,
+    check_step,
+)
 from ddpnb.rank.worker import Batch, Worker
 
 CHECKS = "checks"
@@ -35,10 +42,10 @@ MIN_SECONDS_MARGIN = 1.1
 def validate(spec: RunSpec, here: Surroundings, *, num_calls: Callable[[], int] = int) -> Checked:
     """Check a run's settings and code before any strategy trains.
 
-    This function sends no messages, so a rank may call it without the other ranks.  But if the
-    user's strategy or step calls collectives, every rank of the group must call this function.  A
-    user's strategy creates files in ``CHECKS``, and ddpnb removes this folder after all checks.
-    ``num_calls`` returns the number of collectives that this rank has called.
+    If this rank is in a process group, every rank of the group must call this function, because
+    the strategy takes one step.  Strategies create files in ``CHECKS``, and ddpnb removes this
+    folder after all checks.  ``num_calls`` returns the number of collectives that this rank has
+    called.
 
     Raises:
         UserError: if the run cannot be trained.  The message says what to do.
@@ -60,22 +67,27 @@ def _checked(context: RunContext, num_calls: Callable[[], int]) -> Checked:
         survives_deaths=context.plan.survives_deaths,
         num_held_out=len(context.task.held_out),
     )
-    batch = _check_own(context, worker) if context.is_own else _smallest_batch(context)
+    batch = _take_step(context, worker) if context.is_own else _smallest_batch(context)
     num_before = num_calls()
     if not context.is_own:
         check_step(worker, batch, context.spec.strategy)
-        refuse_sum(context, worker)
-        result = _with_times(result, context, worker)
-    if not context.is_evaluated:
-        return result
-    found, seconds = _evaluated(context, worker, batch)
+        notes = check_loss(context, worker)
+        result = replace(_with_times(result, context, worker), notes=notes)
+    if context.is_evaluated:
+        found, seconds = _evaluated(context, worker, batch)
+        has_accuracy = not math.isnan(found.accuracy)
+        result = replace(result, has_accuracy=has_accuracy, seconds_per_judged=seconds)
     if num_calls() > num_before:
         raise UserError(
             "The cell's functions call collectives, but only rank 0 evaluates the model. Call "
             "them only in training_step, and only if isinstance(model, DistributedDataParallel)."
         )
-    has_accuracy = not math.isnan(found.accuracy)
-    return replace(result, has_accuracy=has_accuracy, seconds_per_judged=seconds)
+    if not context.is_own and context.plan.synchronous:
+        worker.model.train()
+        worker.optimizers.clear()
+        with attempt(f"{context.spec.strategy} cannot train this model", OF_STRATEGIES):
+            _take_step(context, worker)
+    return result
 
 
 def _with_times(result: Checked, context: RunContext, worker: Worker) -> Checked:
@@ -111,16 +123,17 @@ def _smallest_batch(context: RunContext) -> Batch:
     return context.first_batch(share // min(context.spec.accumulate, share))
 
 
-def _check_own(context: RunContext, worker: Worker) -> Batch:
-    """Set up a user's strategy and let it take one step.  Every rank takes part.
+def _take_step(context: RunContext, worker: Worker) -> Batch:
+    """Set up the strategy and let it take one step.  Every rank takes part.
 
-    Parts of the cell that the strategy does not use, such as the loss, are not checked.  The
+    Parts of the cell that a user's strategy does not use, such as the loss, are not checked.  The
     returned batch is this rank's shard of the smallest global batch, with the shard's weight.
     """
-    smallest = context.schedule.smallest_shard(context.state.world_size)
-    shard = replace(smallest, part=context.state.rank)
+    num_parts = context.plan.num_ranks
+    smallest = context.schedule.smallest_shard(num_parts)
+    shard = replace(smallest, part=min(context.state.rank, num_parts - 1))
     batch, strategy = context.batch(shard, context.fetch(shard)), context.strategy()
-    if dist.is_initialized():
+    if dist.is_initialized() and context.state.rank < num_parts:
         worker.folder.mkdir(mode=0o700, exist_ok=True)
         with closing(strategy):
             strategy.setup(worker)
@@ -139,7 +152,7 @@ def _evaluated(context: RunContext, worker: Worker, batch: Batch) -> tuple[Score
     num = batch.num_samples
     for is_held_out in (False, True):  # two batches, to test joining their outputs
         split = "test" if is_held_out else "train"
-        with attempt(f"Evaluating the model on data({split!r}) failed"):
+        with attempt(f"Evaluating the model on data({split!r}) failed", WITHOUT_GRADIENTS):
             found = judge(batch_size=num, max_samples=2 * num, is_held_out=is_held_out)
     usual = min(context.usual_batch().num_samples, len(context.task.held_out))
     again = partial(judge, batch_size=usual, max_samples=usual)

@@ -105,7 +105,7 @@ def _run_row(run: RunSnapshot, comparison: Comparison) -> dict[str, object]:
         "bytes_sent_per_step": summary.split.num_bytes_sent,
         "bytes_received_per_step": summary.bytes_received,
         **{f"memory_{part}": value for part, value in summary.memory._asdict().items()},
-        "notes": "; ".join(run.header.notes) if run.header else "",
+        "notes": "; ".join(run.notes),
         "num_devices": num_devices(run),
         "speed_up": summary.speed_up,
         "efficiency": summary.efficiency,

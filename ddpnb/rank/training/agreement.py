@@ -1,0 +1,42 @@
+"""Checks at the end of a synchronous run that all ranks have the same model.  Runs on the ranks."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddpnb.protocol.notation import spoken_ranks
+from ddpnb.rank.collectives.flat import local
+
+
+def disagreement(model: nn.Module, thawed: Sequence[str]) -> tuple[str, ...]:
+    """Return notes if ranks trained a parameter differently.  Every rank of the group takes part.
+
+    ``thawed``: the names of trained parameters that were frozen when the strategy was set up.
+    """
+    mine = {name: _checksum(each) for name, each in model.named_parameters()}
+    dist.all_gather_object(every := [mine] * dist.get_world_size(), mine)
+    notes = []
+    if names := [n for n in every[0] if any(each.get(n) != every[0][n] for each in every)]:
+        ranks = spoken_ranks([rank for rank, each in enumerate(every) if each != every[0]])
+        notes.append(
+            f"The replicas differ at the end: {ranks} and rank 0 have different values of "
+            f"{names[0]} ({len(names)} of {len(mine)} parameters differ). The scores are those of "
+            "rank 0's model."
+        )
+    if thawed:
+        notes.append(
+            f"{thawed[0]} was frozen when the strategy wrapped the model, so ranks do not average "
+            "its gradients. Instead of freezing a layer at first, give it a learning rate of 0."
+        )
+    return tuple(notes)
+
+
+@torch.no_grad()
+def _checksum(tensor: Tensor) -> int:
+    """Return the sum of a tensor's bits, read as integers."""
+    flat = local(tensor).detach().contiguous().reshape(-1)
+    flat = torch.view_as_real(flat) if flat.is_complex() else flat
+    kinds = {1: torch.uint8, 2: torch.int16}
+    return int(flat.view(kinds.get(flat.element_size(), torch.int32)).sum(dtype=torch.int64))
