@@ -137,7 +137,7 @@ def following(
     name = words[0].lstrip("%")
     if not name.startswith(("ddp", "rank")):
         return
-    if name == "ddp_run" and any(word.endswith(".py") for word in words):
+    if name == "ddp_run" and any(word.strip("'\"").endswith(".py") for word in words):
         return  # the script's arguments follow
     magic = getattr(magics, name, None)
     found: Offered | None = ("", ())

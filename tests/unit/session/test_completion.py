@@ -24,6 +24,7 @@ OFFERED = {
     "%ddp_plot small --panels ": ["all"],
     "%ddp_push he": ["here"],
     "%time he": [],
+    "%ddp_run 'my script.py' --": [],
 }
 
 
