@@ -1,6 +1,10 @@
 """Uses private parts of Python and torch that are global.  Runs on the ranks."""
 
 import inspect
+import threading
+import weakref
+from concurrent.futures import Executor
+from multiprocessing import util
 from typing import Any
 
 import torch
@@ -20,3 +24,36 @@ def has_print_options() -> bool:
 def print_options() -> dict[str, Any]:
     """Return the options of ``torch.set_printoptions``."""
     return {**vars(_tensor_str.PRINT_OPTS)} if has_print_options.works else {}
+
+
+@Probe("Python", "temporary directories and child processes of scripts may remain")
+def lists_finalizers() -> bool:
+    """Return True if ddpnb can list the finalizers that Python calls when a process ends."""
+    found: Any = weakref.finalize, util
+    return isinstance(found[0]._registry, dict) and isinstance(found[1]._finalizer_registry, dict)
+
+
+def finalizers(*, of_processes: bool) -> list[Any]:
+    """Return the finalizers of objects, or of ``multiprocessing``, in the order of their calls."""
+    found: Any = weakref.finalize, util
+    if not lists_finalizers.works:
+        return []
+    if of_processes:
+        held = found[1]._finalizer_registry
+        return [held[key] for key in sorted((k for k in held if k[0] is not None), reverse=True)]
+    return [each for each in reversed(found[0]._registry) if each.atexit]
+
+
+def module_of(finalizer: Any) -> str:
+    """Return the name of the module whose function a finalizer calls."""
+    function = (
+        (finalizer.peek() or (0, 0))[1] if hasattr(finalizer, "peek") else finalizer._callback
+    )
+    return str(getattr(function, "__module__", None))
+
+
+def executor_of(thread: threading.Thread) -> Executor | None:
+    """Return the executor that has started a thread and waits for more work, if there is one."""
+    arguments = getattr(thread, "_args", None) or (getattr(thread, "executor_reference", None),)
+    executor = arguments[0]() if isinstance(arguments[0], weakref.ref) else None
+    return executor if isinstance(executor, Executor) else None

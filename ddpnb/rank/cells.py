@@ -29,6 +29,7 @@ from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.collectives.mismatch import CollectiveMismatchError
 from ddpnb.rank.collectives.trace import TraceRecorder
 from ddpnb.rank.engine import RankEngine, id_of
+from ddpnb.rank.process_end import FAILED_SECONDS
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.shell import questions
 from ddpnb.rank.stack import OWN_FOLDER, is_users, with_cell_names
@@ -133,9 +134,20 @@ def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:
         result = interruptible(run_cell, is_cell=True)
         error: BaseException | None = result.error_before_exec or result.error_in_exec
         return error
-    run = partial(run_script, spec.script, spec.source, namespace=shell.user_ns)
+    end, mark, script = engine.process_end, engine.process_end.mark(), spec.script
+
+    def run() -> None:
+        seconds = None
+        try:
+            run_script(script, spec.source, namespace=shell.user_ns)
+        except (Exception, KeyboardInterrupt):
+            seconds = FAILED_SECONDS
+            raise
+        finally:
+            (end.join_threads if script.keeps_variables else end.end)(mark, seconds)
+
     try:
-        with process_of(spec.script, engine.group.device):
+        with process_of(script, engine.group.device):
             interruptible(run)
     except (Exception, SystemExit) as failure:  # noqa: BLE001  the user's code
         shell.showtraceback()
@@ -143,6 +155,8 @@ def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     finally:
         shell.events.trigger("post_execute")  # matplotlib shows its figures on this event
         gc.collect()  # frees reference cycles, which may hold GPU memory
+        if not script.keeps_variables:
+            interruptible(partial(end.end_children, mark))
     return None
 
 

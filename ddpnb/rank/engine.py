@@ -22,6 +22,7 @@ from ddpnb.compat.ipykernel_internals import DescriptorStream
 from ddpnb.protocol.processes import ForkServerEvent, RankCommand
 from ddpnb.rank.connections import Address
 from ddpnb.rank.group import Group
+from ddpnb.rank.process_end import STOP_SECONDS, ProcessEnd
 from ddpnb.rank.random_state import note_start, seed_everything
 from ddpnb.rank.shell import prepare
 from ddpnb.rank.status import rank_status, users_stack
@@ -53,6 +54,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
 
     group = Instance(Group)
     adopted_group = Instance(AdoptedGroup)
+    process_end = Instance(ProcessEnd, ())
     notebook_folder = ""
     """The notebook's working folder when the notebook last called this rank."""
     sending: "Sending"
@@ -85,6 +87,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
             device=self.group.device,
         )
         note_start()
+        self.process_end.start()
 
     @property
     def shell(self) -> Any:
@@ -184,4 +187,7 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     engine.initialize(settings["engine_arguments"])
     engine.notebook_folder = settings["cells_folder"]
     os.chdir(engine.notebook_folder)
-    engine.start()
+    try:
+        engine.start()
+    finally:
+        engine.process_end.end(seconds=STOP_SECONDS)  # the fork server waits only some seconds

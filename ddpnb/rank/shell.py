@@ -9,8 +9,10 @@ import builtins
 import contextlib
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Iterator
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
@@ -51,6 +53,7 @@ def prepare(shell: Any) -> None:
     name_cells(shell, CELLS)
     shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)
     os.register_at_fork(after_in_child=write_to_descriptors)
+    os.register_at_fork(after_in_child=partial(end_with_signal, signal.getsignal(signal.SIGTERM)))
     shell.loop_runner, shell.autoawait = run_in_cell, finds_running_loops.works
     shell.Completer.use_jedi = False  # Jedi's first answer takes a second
     shell.Completer.backslash_combining_completions = False  # IPython 7 first lists all characters
@@ -143,6 +146,12 @@ def ask(prompt: Prompt, answers: "SimpleQueue[str | None]") -> str:
         answers.put(None)  # also for the next prompt
         raise EOFError("the notebook was interrupted or has no prompt")
     return answer
+
+
+def end_with_signal(engines: Any) -> None:
+    """Make SIGTERM end a forked process, which inherits the engine's handler."""
+    if signal.getsignal(signal.SIGTERM) == engines:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def write_to_descriptors() -> None:

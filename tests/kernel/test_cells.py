@@ -351,3 +351,18 @@ def test_a_rank_that_a_stop_has_cost_is_named_with_what_brings_it_back(kernel: K
     assert "rank 1 has ended. Run %ddp_restart --ranks 1" in cell.error_text
     kernel.run("%ddp_restart --ranks 1")
     assert kernel.run("%ddp_pull kept --ranks 0").text == "10"
+
+
+def test_a_stop_calls_the_functions_of_atexit(kernel: Kernel, tmp_path: Path):
+    begins = f"import atexit, os, tempfile, threading\nos.chdir({str(tmp_path)!r})\n"
+    (kernel.folder / "keeps.py").write_text(f"{begins}atexit.register(os.mkdir, str(os.getpid()))")
+    kernel.run("%ddp_run -i keeps.py")
+    kernel.run(
+        f"%%ddp\n{begins}folder = tempfile.TemporaryDirectory()\n"
+        "os.symlink(folder.name, f'to {rank}')\n"
+        "threading.Timer(0.3, os.mkdir, [f'of thread {rank}']).start()\n"
+        "atexit.register(os.mkdir, f'of cell {rank}'); atexit.register(max)"
+    )
+    assert kernel.run("%ddp_stop").seconds < 2
+    assert len([*tmp_path.iterdir()]) == 8
+    assert not any(path.exists() for path in tmp_path.glob("to *"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import IPython
 import pytest
 
-from tests.cluster.rig import ALL_REDUCE
+from tests.cluster.rig import ALL_REDUCE, FORKS
 from tests.kernel.client import Kernel, both
 
 TRAIN = '''"""A script as torchrun takes it."""
@@ -120,7 +120,7 @@ SETTINGS = {
     "signal.signal(signal.SIGALRM, max); signal.alarm(100)": "signal.getsignal(signal.SIGALRM)",
     "os.umask(0o77)": "(m := os.umask(0), os.umask(m))",
     "gc.disable(); socket.setdefaulttimeout(9)": "gc.isenabled(), socket.getdefaulttimeout()",
-    "builtins.made = 1; builtins.sorted = max": "hasattr(builtins, 'made'), sorted is max",
+    "builtins.made = 1; builtins.bin = max": "hasattr(builtins, 'made'), bin is max",
     "logging.basicConfig(level='DEBUG', force=True)": "logging.root.level, logging.root.handlers",
     "logging.getLogger('a').addHandler(logging.NullHandler())": "logging.getLogger('a').handlers",
     "logging.disable(50)": "logging.getLogger('torch').isEnabledFor(50)",
@@ -194,6 +194,76 @@ def test_coroutines_run_as_under_torchrun(kernel: Kernel, folder: Path):
     (folder / "src" / "asks.py").write_text(ASYNC)
     alone = subprocess.run([sys.executable, "src/asks.py"], cwd=folder, capture_output=True)
     assert kernel.run("%ddp_run src/asks.py").by_rank == both(*alone.stdout.decode().splitlines())
+
+
+BEGINS = """
+import atexit, logging, logging.handlers, multiprocessing, os, sys, tempfile, threading, time
+import weakref
+from concurrent import futures
+from pathlib import Path
+fork, made = multiprocessing.get_context("fork"), Path(f"made-{os.environ['RANK']}")
+kept = sys.kept = [threading.Event()]
+def write():
+    time.sleep(0.2)
+    made.touch()
+"""
+ENDS = {
+    "thread": "threading.Thread(target=write).start()",
+    "threads": "threading.Timer(0, lambda: threading.Timer(0.1, write).start()).start()",
+    "thread pool": "kept += [futures.ThreadPoolExecutor()]; kept[1].submit(write)",
+    "process pool": "kept += [futures.ProcessPoolExecutor(1, fork)]; kept[1].submit(write)",
+    "process": "fork.Process(target=write).start()",
+    "children": "write(); fork.Process(target=time.sleep, args=[99], daemon=True).start()",
+    "leaked pool": "write(); kept += [fork.Pool(1)]",
+    "atexit": "atexit.register(write)",
+    "atexit twice": "atexit.register(atexit.register, write)",
+    "atexit of a module": "import registers",
+    "atexit in reverse": "[atexit.register(made.write_text, text) for text in ('', '/')]",
+    "atexit that fails": "atexit.register(write); atexit.register(max)",
+    "atexit that is removed": "atexit.register(max); atexit.unregister(max); write()",
+    "atexit after threads": "threading.Thread(target=write).start(); atexit.register(made.stat)",
+    "error": "atexit.register(write); raise ValueError",
+    "exit code": "atexit.register(write); sys.exit(1)",
+    "finalizer": "weakref.finalize(kept[0], write)",
+    "folder": "kept += [tempfile.TemporaryDirectory()]; made.write_text(kept[1].name)",
+    "log": "h = logging.handlers; logging.root.addHandler(h.MemoryHandler(9, target="
+    "logging.FileHandler(made, delay=True))); logging.warning('')",
+}
+
+
+@FORKS
+@pytest.mark.parametrize("last", ENDS.values(), ids=ENDS)
+def test_its_end_is_that_of_a_process(kernel: Kernel, folder: Path, last: str):
+    (folder / "src" / "registers.py").write_text(f"{BEGINS}atexit.register(write)")
+    (folder / "src" / "ends.py").write_text(BEGINS + last)
+    cell = kernel.run("%ddp_run src/ends.py")
+    assert bool(cell.error) == (last.endswith(("ValueError", "exit(1)"))), cell.error_text
+    assert bool(cell.stderr) == last.endswith("register(max)"), cell.stderr
+    for made in [folder / f"made-{rank}" for rank in range(2)]:
+        assert not Path(made.read_text().strip() or "none").exists()
+        made.unlink()
+    cell = kernel.run(
+        "%%ddp\nimport multiprocessing, sys\nprint(multiprocessing.active_children())"
+    )
+    assert cell.by_rank == both("[]")
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        "threading.Thread(target=kept[0].wait).start()",
+        "threading.Thread(target=kept[0].wait).start(); raise ValueError",
+        "atexit.register(kept[0].wait)",
+        "atexit.register(time.sleep, 99); threading.Thread(target=kept[0].wait).start()",
+    ],
+)
+def test_its_end_can_be_stopped(kernel: Kernel, folder: Path, last: str):
+    (folder / "src" / "ends.py").write_text(f"{BEGINS}print('ends', flush=True)\n{last}")
+    assert kernel.interrupted("%ddp_run src/ends.py", "ends").error == "KeyboardInterrupt"
+    cell = kernel.run("%%ddp\nimport sys\nsys.kept[0].set()")
+    assert kernel.run("%ddp_run --timeout 0.5 src/ends.py").error == "CellTimeoutError"
+    cell = kernel.run("%%ddp\nsys.kept[0].set()")
+    assert cell.seconds < 5
 
 
 MAKES = """
