@@ -143,7 +143,7 @@ class RunSnapshot:
     def notes(self) -> tuple[str, ...]:
         """The notes in the header and in the ranks' reports."""
         reported = (note for report in self.reports for note in report.notes)
-        return (*(self.header.notes if self.header else ()), *reported)
+        return (*(self.header.notes if self.header else ()), *dict.fromkeys(reported))
 
     @property
     def is_ceiling(self) -> bool:

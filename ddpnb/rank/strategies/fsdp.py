@@ -38,7 +38,6 @@ from typing import Any, final
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.jit import ScriptModule
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies.base import Plan, State, Strategy
@@ -130,7 +129,7 @@ def _listed(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if not _is_list(module) or _is_list(child):
             yield from _listed(child)
-        elif next(child.parameters(), None) is not None and not isinstance(child, ScriptModule):
+        elif next(child.parameters(), None) is not None:
             yield child
 
 

@@ -141,21 +141,24 @@ def mapped(
     tree: Tree,
     *,
     is_leaf: Callable[[Any], bool] = lambda _: False,
-    inside: tuple[object, ...] = (),
+    copies: tuple[tuple[object, object], ...] = (),
 ) -> Tree:
     """Apply a function to each leaf of a tree. Return a tree with the same structure.
 
-    ``is_leaf`` returns True for further leaves. ``inside`` lists the nodes above the tree.
+    ``is_leaf`` returns True for further leaves. ``copies`` has the nodes above, with their copies.
     """
-    if is_leaf(tree) or (parts := _parts(tree, inside)) is None:
+    for node, copied_node in copies:
+        if node is tree:
+            return copied_node
+    if is_leaf(tree) or (parts := _parts(tree)) is None:
         return function(tree)
-    inside = (*inside, tree)
-    results = {k: mapped(function, v, is_leaf=is_leaf, inside=inside) for k, v in parts.items()}
+    made: Any = copy.copy(tree)  # keeps the class, e.g. transformers' ModelOutput
+    copies = (*copies, (tree, made))
+    results = {k: mapped(function, v, is_leaf=is_leaf, copies=copies) for k, v in parts.items()}
     if hasattr(tree, "_make"):
         return tree._make(results.values())
     if isinstance(tree, tuple):
         return tuple.__new__(type(tree), results.values())
-    made: Any = copy.copy(tree)  # keeps the class, e.g. transformers' ModelOutput
     for key, each in results.items():
         if isinstance(tree, Mapping | list):
             made[key] = each
@@ -198,7 +201,7 @@ def _parts(tree: Tree, inside: tuple[object, ...] = ()) -> dict[Any, Any] | None
 def _fields(value: object) -> dict[str, Any]:
     """Return the attributes of an object, in its ``__dict__`` or in slots."""
     found = dict(getattr(value, "__dict__", {}))
-    for kind in type(value).__mro__ if type(value).__module__ != "builtins" else ():
+    for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             is_private = name.startswith("__") and not name.endswith("__")
@@ -276,14 +279,20 @@ def num_rows(tree: Tree, num_items: int) -> int:
     ``collate_fn`` may drop items, add items, or cut items into windows. If no part of the batch has
     ``num_items`` rows, the length that most parts share is the number of samples.
     """
+    is_list = isinstance(tree, list | tuple) and not hasattr(tree, "_make")
     parts = [*(_parts(tree) or {0: tree}).values()]
-    if type(tree) is list and not any(isinstance(each, Tensor) for each in parts):
-        return max(map(_length, (tree, *parts)))  # items, or fields
-    if num_items in map(_length, parts):
-        return num_items
-    of_parts = ({_length(part)}.union(_length(leaf) for _, leaf in leaves(part)) for part in parts)
-    votes = Counter(each for lengths in reversed([*of_parts]) for each in lengths - {-1})
-    return votes.most_common(1)[0][0] if votes else num_items
+    if is_list and len(parts) != 2 and not any(isinstance(e, Tensor | list | tuple) for e in parts):
+        return len(parts)  # a list of items
+    counts = [count for each in reversed(parts) if (count := _count(each)) >= 0]
+    return num_items if num_items in counts or not counts else Counter(counts).most_common(1)[0][0]
+
+
+def _count(tree: Tree) -> int:
+    """Return the probable number of samples in a part of a batch; -1 if it has no length."""
+    if not isinstance(tree, list | tuple) or hasattr(tree, "_make"):
+        return next((n for _, leaf in leaves(tree) if (n := _length(leaf)) >= 0), -1)
+    counts = {_count(each) for each in tree} - {-1}
+    return max(len(tree), *counts) if len(counts) == 1 else len(tree)
 
 
 def _length(value: object) -> int:

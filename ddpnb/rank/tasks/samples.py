@@ -184,14 +184,16 @@ def _as_tensors(tree: object, split: str) -> Tree:
 
 def _check_convertible(value: Any, split: str) -> None:
     """Reject data of pandas and scipy, masked arrays and sparse tensors, and name the method."""
-    is_sparse = isinstance(value, Tensor) and value.layout != torch.strided
-    methods = ["to_dense"] if is_sparse else ["to_numpy", "toarray", "filled"]
-    if is_sparse or not isinstance(value, Tensor):
-        for method in (each for each in methods if hasattr(value, each)):
-            raise UserError(
-                f"data({split!r}) returned {kind_of(value)}{' that is sparse' * is_sparse}. Return "
-                f"a dense tensor or array instead: call its method {method}()."
-            )
+    if isinstance(value, Tensor):
+        is_dense = value.layout == torch.strided and not value.is_nested
+        methods = [] if is_dense else ["to_padded_tensor" if value.is_nested else "to_dense"]
+    else:
+        methods = [each for each in ("to_numpy", "toarray", "filled") if hasattr(value, each)]
+    for method in methods:
+        raise UserError(
+            f"data({split!r}) returned {kind_of(value)} that is no dense tensor or array. Return "
+            f"the result of its method {method}() instead."
+        )
 
 
 def _dataset_of(loader: DataLoader[Any], split: str) -> Any:

@@ -1,28 +1,32 @@
 """Checks at the end of a synchronous run that all ranks have the same model.  Runs on the ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from ddpnb.protocol.errors import FEW
 from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.rank.collectives.flat import local
 
 
-def disagreement(model: nn.Module, thawed: Sequence[str]) -> tuple[str, ...]:
+def disagreement(tensors: Mapping[str, Tensor], thawed: Sequence[str]) -> tuple[str, ...]:
     """Return notes if ranks trained a parameter differently.  Every rank of the group takes part.
 
-    ``thawed``: the names of trained parameters that were frozen when the strategy was set up.
+    Args:
+        tensors: parameters and gradients that should be equal on all ranks, by name.
+        thawed: the names of trained parameters that were frozen when the strategy was set up.
     """
-    mine = {name: _checksum(each) for name, each in model.named_parameters()}
+    dense = {n: each for n, each in tensors.items() if each.layout is torch.strided}
+    mine = {name: _checksum(each) for name, each in dense.items()}
     dist.all_gather_object(every := [mine] * dist.get_world_size(), mine)
     notes = []
     if names := [n for n in every[0] if any(each.get(n) != every[0][n] for each in every)]:
         ranks = spoken_ranks([rank for rank, each in enumerate(every) if each != every[0]])
         notes.append(
             f"The replicas differ at the end: {ranks} and rank 0 have different values of "
-            f"{names[0]} ({len(names)} of {len(mine)} parameters differ). The scores are those of "
+            f"{', '.join(names[:FEW])}{' and more' * (len(names) > FEW)}. The scores are those of "
             "rank 0's model."
         )
     if thawed:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ddpnb.compat.torch_internals import group_store
 from ddpnb.protocol.messages import RunReport, RunSpec, StepEvent
@@ -36,6 +36,7 @@ from ddpnb.rank.meter import Account
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.servers.client import RunOverError
 from ddpnb.rank.strategies.base import Strategy
+from ddpnb.rank.strategies.ddp import DdpStrategy
 from ddpnb.rank.tasks.batches import Shard, Tree, every_step
 from ddpnb.rank.training.agreement import disagreement
 from ddpnb.rank.training.context import RunContext, Surroundings, build_context
@@ -153,7 +154,12 @@ def _trained(metrics: RunMetrics, should_stop: Callable[[], bool]) -> tuple[nn.M
             groups = [] if optimizer is None else optimizer.param_groups
             trained = {each for group in groups for each in group["params"]}
             thawed = [name for name, each in frozen if each.requires_grad and each in trained]
-            metrics.notes += disagreement(model, thawed)
+            tensors = dict[str, Tensor](model.named_parameters())
+            for name, each in tensors.copy().items():
+                is_averaged = isinstance(strategy, DdpStrategy) and each in trained
+                if is_averaged and each.grad is not None:  # in zero, only the gradients may differ
+                    tensors[f"{name}.grad"] = each.grad
+            metrics.notes += disagreement(tensors, thawed)
         if not metrics.was_stopped:
             snapshots.average()
         lost = [] if strategy.queue is None else map(worker.shard, strategy.queue.lost_shards)

@@ -147,6 +147,10 @@ OF_STRATEGIES = {
     "zero.",
     "uniform original parameter dtype": "Use one data type for all parameters of a layer, or "
     "remove fsdp.",
+    **dict.fromkeys(
+        ("ScriptModule", "TracedModule"),
+        "fsdp cannot wrap TorchScript. Return the model without torch.jit, or remove fsdp.",
+    ),
     "setStorage": "fsdp releases parameters that a second derivative needs. Remove fsdp.",
 }
 """Advice for errors in the first step of a strategy."""
@@ -227,11 +231,6 @@ def check_strategy(strategy: str, worker: Worker) -> None:
         raise UserError(
             "zero cannot call eval() of a schedule-free optimizer, because each rank holds a part "
             "of its state. Compare ddp or fsdp instead."
-        )
-    if choice.name == "fsdp" and isinstance(worker.model, torch.jit.ScriptModule):
-        raise UserError(
-            "fsdp cannot wrap a TorchScript model. Return the model without torch.jit, or remove "
-            "fsdp."
         )
     finds_unused = choice.options.get("find_unused_parameters")
     in_layers = {each for layer in layers_of(worker.model) for each in layer.parameters()}
