@@ -449,3 +449,8 @@ class StaleVariable(NamedTuple):
     """The variable's name, or an expression such as ``"trainer.model"``."""
     kind: str
     """The class in ``REMEDIES`` to which the object belongs."""
+
+    def sentence(self, where: str = "") -> str:
+        """Say that the variable is unusable, optionally on some ranks, and how to fix it."""
+        remedy = REMEDIES[self.kind].format(name=self.name)
+        return f"`{self.name}`{where} belongs to an aborted process group. To fix this, {remedy}."

@@ -80,7 +80,8 @@ def _answer(call: Callable[[], Any], engine: RankEngine, runs_users_code: bool) 
 def form_group(engine: RankEngine, generation: int, is_checked: bool) -> list[StaleVariable]:
     """Form a new process group with all ranks; return the variables that hold an old group."""
     engine.group.join(generation, is_checked=is_checked)
-    return variables.stale_variables(engine.shell.user_ns)
+    engine.stale = variables.variables_with_group(engine.shell.user_ns)
+    return [*engine.stale]
 
 
 # -- training ------------------------------------------------------------------------------

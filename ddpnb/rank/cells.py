@@ -34,9 +34,13 @@ from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.shell import questions
 from ddpnb.rank.stack import OWN_FOLDER, is_users, with_cell_names
 from ddpnb.rank.torchrun import process_of, run_script
+from ddpnb.rank.variables import variables_with_group
 
 DRAIN_SECONDS = 0.2
 """Maximum seconds that a rank waits after a cell for output from C code and child processes."""
+
+UNKNOWN_GROUP = re.compile("not initialized in the world group map|Group .* is not registered")
+"""Matches torch's errors about a group that has ended."""
 
 Result = TypeVar("Result")
 
@@ -199,7 +203,8 @@ def is_success(error: BaseException | None) -> bool:
 
 def failure_of(error: BaseException, engine: RankEngine) -> Failure:
     """Describe an exception that has just been caught, as a ``Failure`` for the notebook."""
-    error = explained(error)
+    is_cause = not is_consequence(error)
+    error = explained(error, engine)
     return Failure(
         rank=engine.group.rank,
         name=type(error).__name__,
@@ -207,7 +212,7 @@ def failure_of(error: BaseException, engine: RankEngine) -> Failure:
         traceback=tuple(with_cell_names(line) for line in traceback_of(error, engine.shell)),
         failed_at=time.time(),
         line=line_of(error),
-        is_consequence=is_consequence(error),
+        is_consequence=not is_cause,
         was_waiting=not isinstance(error, RunCancelledError),
         breaks_group=isinstance(error, CollectiveMismatchError),
     )
@@ -237,8 +242,27 @@ class UnusedParametersError(RuntimeError):
     """Raised if DDP waits for gradients of parameters that did not contribute to the loss."""
 
 
-def explained(error: BaseException) -> BaseException:
-    """Return the error.  If DDP waits for unused parameters, the error names them."""
+class StaleGroupError(RuntimeError):
+    """Raised if code uses a process group that was aborted."""
+
+
+def explained(error: BaseException, engine: RankEngine) -> BaseException:
+    """Return the error.  If DDP waits for unused parameters, the error names them.
+
+    If the code seems to use an aborted process group, the error names its variables.
+    """
+    now = variables_with_group(engine.shell.user_ns) if engine.stale else {}
+    frames = [each for each, _ in traceback.walk_tb(error.__traceback__) if is_users(each)]
+    used = {name for frame in frames for name in frame.f_code.co_names}
+    stale = [
+        each
+        for each, number in now.items()
+        if engine.stale.get(each) == number and re.split(r"\W", each.name)[0] in used
+    ]
+    is_raw = is_consequence(error) and not isinstance(error, ConsequenceError)
+    if stale and (is_raw or UNKNOWN_GROUP.search(text_of(error))):
+        said = " ".join(each.sentence() for each in stale[:3])
+        return StaleGroupError(said).with_traceback(error.__traceback__)
     numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
     for frame, _ in traceback.walk_tb(error.__traceback__):
         model = frame.f_locals.get("self")
@@ -264,7 +288,9 @@ def traceback_of(error: BaseException, shell: Any) -> list[str]:
     is_for_users = isinstance(error, UserError | SystemExit)
     if isinstance(error, BdbQuit) or (is_for_users and frames is None):
         return []  # the message is enough
-    if isinstance(error, CollectiveMismatchError | UnusedParametersError | UserError):
+    if isinstance(
+        error, CollectiveMismatchError | UnusedParametersError | StaleGroupError | UserError
+    ):
         end_at_users(frames)
     own = (OWN_FOLDER, IPython.__path__[0])
     frames = frames or from_first(

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ipyparallel.engine.app import IPEngine
 from traitlets import Instance
 
 from ddpnb.compat.ipykernel_internals import DescriptorStream
+from ddpnb.protocol.messages import StaleVariable
 from ddpnb.protocol.processes import ForkServerEvent, RankCommand
 from ddpnb.rank.connections import Address
 from ddpnb.rank.group import Group
@@ -57,6 +59,8 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
     process_end = Instance(ProcessEnd, ())
     notebook_folder = ""
     """The notebook's working folder when the notebook last called this rank."""
+    stale: Mapping[StaleVariable, int] = MappingProxyType({})
+    """Variables that belonged to the previous process group, with the ids of their objects."""
     sending: "Sending"
     publisher: Any = None
     """The publisher of this rank's latest cell; None before the first cell."""

@@ -116,16 +116,19 @@ def give(
 # -- variables that hold a process group that has ended --------------------------------------
 
 
-def stale_variables(namespace: Mapping[str, object]) -> list[StaleVariable]:
-    """Return the variables that hold a process group directly, in an item or in a submodule."""
-    found: list[StaleVariable] = []
+def variables_with_group(namespace: Mapping[str, object]) -> dict[StaleVariable, int]:
+    """Return the variables that hold a process group directly, in an item or in a submodule.
+
+    The values are the ids of the objects.
+    """
+    found: dict[StaleVariable, int] = {}
     for name, value in namespace.items():
         if name.startswith("_") or name in ("In", "Out"):  # IPython's history
             continue
         for path, item in held_by(name, value):
             is_part = any(path.startswith(f"{stale.name}.") for stale in found)
             if not is_part and (kind := kind_with_group(item)):
-                found.append(StaleVariable(path, kind))
+                found[StaleVariable(path, kind)] = id(item)
     return found
 
 

@@ -10,7 +10,7 @@ from ddpnb.cluster.hangs import Hang
 from ddpnb.cluster.outcome import Outcome
 from ddpnb.cluster.wording import remedy, say
 from ddpnb.protocol.errors import OneLine, UserError
-from ddpnb.protocol.messages import REMEDIES, CellReport, Failure, StaleVariable
+from ddpnb.protocol.messages import CellReport, Failure, StaleVariable
 from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.reports.notebook import warn
 
@@ -216,7 +216,4 @@ def _identity(failure: Failure) -> tuple[str, str, str]:
 def warn_stale(stale: Mapping[StaleVariable, Sequence[int]]) -> None:
     """Warn about each variable on the ranks that belongs to an aborted process group."""
     for variable, ranks in stale.items():
-        warn(
-            f"`{variable.name}` on {spoken_ranks(ranks)} belongs to an aborted process group. "
-            f"To fix this, {REMEDIES[variable.kind].format(name=variable.name)}."
-        )
+        warn(variable.sentence(f" on {spoken_ranks(ranks)}"))

@@ -353,6 +353,35 @@ def test_a_rank_that_a_stop_has_cost_is_named_with_what_brings_it_back(kernel: K
     assert kernel.run("%ddp_pull kept --ranks 0").text == "10"
 
 
+STALE = """%%ddp
+import torch, torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer as Zero
+from torch.nn.parallel import DistributedDataParallel as DDP
+class Trainer:
+    def __init__(self): self.model = DDP(torch.nn.Linear(2, 1))
+    def fit(self): step(self.model)
+def step(model): model(torch.ones(1, 2)).sum().backward()
+trainer, held, net = Trainer(), [DDP(torch.nn.Linear(2, 1))], DDP(torch.nn.Linear(2, 1))
+pair, optimizer = dist.new_group([0, 1]), Zero(net.parameters(), torch.optim.SGD, lr=0.1)
+if rank == 0: dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_an_error_about_an_aborted_group_says_how_to_fix_it(unharmed: Kernel):
+    assert "HangError" in unharmed.run(STALE).error_text
+    for line, remedy in {
+        "step(net)": "wrap the model again: DistributedDataParallel(net.module).",
+        "step(held[0])": "wrap the model again: DistributedDataParallel(held[0].module).",
+        "trainer.fit()": "wrap the model again: DistributedDataParallel(trainer.model.module).",
+        "dist.all_reduce(torch.ones(1), group=pair)": "create the group again with dist.new_group.",
+        "optimizer.step()": "create the optimizer again.",
+    }.items():
+        cell = unharmed.run(f"%%ddp\n{line}")
+        assert f"belongs to an aborted process group. To fix this, {remedy}\n" in cell.error_text
+        assert "gloo" not in cell.error_text
+    assert unharmed.run("%%ddp\nnet = DDP(net.module)\nstep(net)").status == "ok"
+
+
 def test_a_stop_calls_the_functions_of_atexit(kernel: Kernel, tmp_path: Path):
     begins = f"import atexit, os, tempfile, threading\nos.chdir({str(tmp_path)!r})\n"
     (kernel.folder / "keeps.py").write_text(f"{begins}atexit.register(os.mkdir, str(os.getpid()))")
