@@ -20,7 +20,7 @@ from ddpnb.rank.script.plain import join_group, load_checkpoint, save_checkpoint
 
 Numbers = dict[str, float]
 LossOf = Callable[[nn.Module, Any], Tensor]
-Batches = Iterable[tuple[float, Any]]  # pairs: the batch's share of all samples, batch
+Batches = Iterable[tuple[int, Any]]  # pairs: number of samples, batch
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -34,10 +34,10 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def size_of(tree: Any) -> int:
-    """Return the number of rows in the first tensor."""
-    sizes: list[int] = []
-    mapped(lambda leaf: sizes.append(len(leaf)), tree)
-    return sizes[0]
+    """Return the number of rows in the last tensor, usually the targets."""
+    leaves: list[Any] = []
+    mapped(leaves.append, tree)
+    return next((len(leaf) for leaf in reversed(leaves) if getattr(leaf, "ndim", 0)), 1)
 
 
 class Rows(Dataset[Any]):
@@ -128,17 +128,21 @@ def update_in_parts(ddp: Any, optim: Any, batch: Any, loss_of: LossOf) -> Tensor
 
 def held_out_loss(net: nn.Module, batches: Batches, loss_of: LossOf) -> Numbers:
     """Return the mean loss over all batches."""
-    return {"loss": sum(share * loss_of(net, batch).item() for share, batch in batches)}
+    found = [(num, loss_of(net, batch).item()) for num, batch in batches]
+    num_all = sum(num for num, _ in found)
+    return {"loss": sum(num * value for num, value in found) / num_all}
 
 
 @torch.no_grad()
 def own_means(net: nn.Module, batches: Batches, loss_of: LossOf) -> Numbers:
     """Return the mean scores of ``validation_step`` over all batches."""
     totals: dict[str, float] = {}
-    for share, batch in batches:
+    num_all = 0
+    for num, batch in batches:
+        num_all += num
         for name, value in named(validation_step, validation_step(net, batch)).items():
-            totals[name] = totals.get(name, 0.0) + share * float(value)
-    return totals
+            totals[name] = totals.get(name, 0.0) + num * float(value)
+    return {name: total / num_all for name, total in totals.items()}
 
 
 @torch.no_grad()
@@ -191,11 +195,10 @@ def run(
         save_checkpoint(step, net, optim, *others)
     dist.destroy_process_group()
     net.eval()
-    sizes = map(len, torch.arange(len(held_out)).split(512))
-    shares = [size / len(held_out) for size in sizes]
     batches = DataLoader(held_out, 512, collate_fn=collate_held_out)
     for measure in measures:
         moved = (to_device(batch, device) for batch in batches)
-        for name, value in measure(net, zip(shares, moved), loss_of).items():
+        sized = ((size_of(batch), batch) for batch in moved)
+        for name, value in measure(net, sized, loss_of).items():
             if rank == 0:
                 print(f"held-out {name} {value:.8f}")
