@@ -33,15 +33,14 @@ def lists_finalizers() -> bool:
     return isinstance(found[0]._registry, dict) and isinstance(found[1]._finalizer_registry, dict)
 
 
-def finalizers(*, of_processes: bool) -> list[Any]:
-    """Return the finalizers of objects, or of ``multiprocessing``, in the order of their calls."""
+def finalizers() -> list[Any]:
+    """Return the finalizers of objects, then of ``multiprocessing``, in the order of the calls."""
     found: Any = weakref.finalize, util
     if not lists_finalizers.works:
         return []
-    if of_processes:
-        held = found[1]._finalizer_registry
-        return [held[key] for key in sorted((k for k in held if k[0] is not None), reverse=True)]
-    return [each for each in reversed(found[0]._registry) if each.atexit]
+    held, of_objects = found[1]._finalizer_registry, reversed([*found[0]._registry])
+    keys = sorted((key for key in held if key[0] is not None), reverse=True)
+    return [*(each for each in of_objects if each.atexit), *map(held.get, keys)]
 
 
 def module_of(finalizer: Any) -> str:

@@ -160,7 +160,7 @@ def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:
         shell.events.trigger("post_execute")  # matplotlib shows its figures on this event
         gc.collect()  # frees reference cycles, which may hold GPU memory
         if not script.keeps_variables:
-            interruptible(partial(end.end_children, mark))
+            interruptible(partial(end.finalize, mark))
     return None
 
 

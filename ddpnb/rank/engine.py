@@ -57,6 +57,8 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
     group = Instance(Group)
     adopted_group = Instance(AdoptedGroup)
     process_end = Instance(ProcessEnd, ())
+    began: frozenset[Any] | None = None
+    """The mark of ``process_end`` before the first cell; None while the engine starts."""
     notebook_folder = ""
     """The notebook's working folder when the notebook last called this rank."""
     stale: Mapping[StaleVariable, int] = MappingProxyType({})
@@ -91,7 +93,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
             device=self.group.device,
         )
         note_start()
-        self.process_end.start()
+        self.began = self.process_end.start()
 
     @property
     def shell(self) -> Any:
@@ -194,4 +196,6 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     try:
         engine.start()
     finally:
-        engine.process_end.end(seconds=STOP_SECONDS)  # the fork server waits only some seconds
+        if engine.began is not None:  # the fork server waits only some seconds
+            engine.process_end.end(engine.began, STOP_SECONDS)
+            engine.process_end.finalize(engine.began)
