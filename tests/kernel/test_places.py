@@ -29,6 +29,16 @@ CELLS = (
     "%ddp_runs",
     "%ddp_plot race",
 )
+TOO_LARGE = """%%ddp_compare ddp --no-baseline --data-workers 1 --batch-size 32
+import torch
+def model(): return torch.nn.Linear(2, 2)
+def data(split): return [(torch.ones(2), number % 2, number) for number in range(64)]
+def collate_fn(items):
+    large = torch.zeros(32 << 20)  # 128 MB
+    return torch.stack([x for x, *_ in items]), torch.tensor([y for _, y, _ in items]), large
+def training_step(model, batch):
+    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+"""
 DATA_WORKER = "%%ddp\nfrom torch.utils.data import DataLoader\nlist(DataLoader([1], num_workers=1))"
 
 
@@ -79,6 +89,8 @@ def check(place: Path, notebook: str, home: str, shm: str, temporary: str, **mor
             assert not cell.stderr, cell.stderr
         if shm not in ("read-only", "absent"):  # torch sends tensors of data workers through it
             kernel.run(DATA_WORKER).passed  # noqa: B018
+        if shm == "small":
+            assert "/dev/shm is full, so processes" in kernel.run(TOO_LARGE).error_text
         text += kernel.run("%%rank 1\nimport os\nos._exit(3)").text
         assert "arning" not in text, text
         if notebook == "with runs":

@@ -142,6 +142,38 @@ def augmented_job(state, folder, seed):
     return inputs.tolist()
 
 
+LOADED = cells.DATASET.replace(
+    "return Own(100 if split",
+    """return torch.utils.data.DataLoader(
+        Own(100), num_workers=2, worker_init_fn=begin, generator=torch.Generator(), drop_last=True,
+        multiprocessing_context="spawn", prefetch_factor=3, timeout=50)
+def begin(number):
+    info = torch.utils.data.get_worker_info()
+    assert info.id == number
+    info.dataset.inputs = torch.full((100, 4), 10.0 + number)
+def unused(split):
+    return Own(100 if split""",
+)
+"""A cell with a DataLoader whose processes change their copy of the data set."""
+
+
+def loaded_job(state, folder):
+    """Return the first inputs of this rank, and the notes on the DataLoader."""
+    context = build_context(spec_of("ddp", LOADED), Surroundings(state=state))
+    with closing(context.strategy()) as strategy:
+        strategy.setup(worker := context.worker("t", num_steps=2))
+        with context.source(strategy.shards()) as source:
+            found = [inputs[0, 0].item() for _, (inputs, _) in source]
+    return found, worker.num_prefetched, context.task.notes
+
+
+def test_processes_have_the_settings_of_the_loader_and_a_note_names_the_others(ranks):
+    found, num_prefetched, notes = ranks(1).call(loaded_job)[0]
+    assert found == [10.0, 11.0]
+    assert num_prefetched == 6
+    assert "ddpnb ignores generator, drop_last of the DataLoader" in " ".join(notes)
+
+
 def test_data_that_processes_cannot_load_are_one_sentence(monkeypatch):
     monkeypatch.setenv("DDPNB_PORTABLE", "1")
     locked = DatasetSamples([threading.Lock()])

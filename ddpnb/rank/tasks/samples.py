@@ -97,12 +97,7 @@ def _stack(items: list[Any]) -> Tree:
     try:
         return default_collate(items)
     except (TypeError, RuntimeError, KeyError) as error:
-        if "No space left" in str(error) or "shared memory" in str(error):
-            raise UserError(
-                f"/dev/shm is full, so processes cannot send batches ({summary_of(error)}). Use "
-                "--data-workers 0, or give the container more shared memory (--shm-size=2g)."
-            ) from error
-        if isinstance(error, RuntimeError) and "size" not in str(error):
+        if isinstance(error, RuntimeError) and "equal size" not in str(error):
             raise
         raise UserError(
             f"The items of data(split) cannot be stacked into a batch ({summary_of(error)}). "
@@ -260,7 +255,7 @@ def prefetching(
     try:
         for _ in range(num_first):  # wait until all processes have started
             next(batches)
-        yield itertools.islice(batches, num_first, None)
+        yield map(_raised, itertools.islice(batches, num_first, None))
     finally:  # end the processes now, because a traceback may keep the iterator alive
         end_data_workers(batches)
 
@@ -275,8 +270,24 @@ class _Fetched(Dataset[Any]):
     def __init__(self, samples: DatasetSamples) -> None:
         self.samples = samples
 
-    def __getitem__(self, request: Request | None) -> tuple[Shard, Tree] | None:
-        return request and (request[0], self.samples.fetch(request[1]))
+    def __getitem__(self, request: Request | None) -> tuple[Shard, Tree] | UserError | None:
+        if request is None:
+            return None
+        try:
+            tree = self.samples.fetch(request[1])
+            for tensor in tensors_of(tree):
+                if tensor.layout == torch.strided:
+                    tensor.share_memory_()  # the loader would wait forever if this failed later
+            return request[0], tree
+        except UserError as error:
+            return error  # because torch adds a traceback to errors that are raised here
+        except RuntimeError as error:
+            if "No space left" not in str(error):
+                raise
+            return UserError(
+                f"/dev/shm is full, so processes cannot send batches ({summary_of(error)}). Use "
+                "--data-workers 0, or give the container more shared memory (--shm-size=2g)."
+            )
 
     def __getstate__(self) -> bytes:
         try:
@@ -289,6 +300,12 @@ class _Fetched(Dataset[Any]):
 
     def __setstate__(self, pickled: bytes) -> None:
         self.samples = cloudpickle.loads(pickled)
+
+
+def _raised(fetched: tuple[Shard, Tree] | UserError) -> tuple[Shard, Tree]:
+    if isinstance(fetched, UserError):
+        raise fetched
+    return fetched
 
 
 def _unchanged(shard: object) -> object:

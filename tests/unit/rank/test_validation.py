@@ -63,6 +63,8 @@ LOADER = GOOD + (
 GOOD_CELLS = {
     "arrays": MODEL + "import numpy as np\nx = np.ones((20, 4), dtype=np.float32)\n"
     "x.flags.writeable = False\ndef data(split): return x, np.zeros(20, dtype=np.int64)",
+    "turned arrays": MODEL + "import numpy as np\n"
+    "def data(split): return np.ones((20, 4), '>f4')[::-1], np.arange(40)[::2] % 3",
     "Dataset": ITEMS.format("(torch.randn(4), i % 3)"),
     "list": MODEL + "def data(split): return [(torch.randn(4), i % 3) for i in range(20)]",
     "loader": LOADER.format("7"),
@@ -128,6 +130,29 @@ def test_each_mistake_is_one_sentence(source, said):
     with fails(said) as caught:
         check(source)
     assert "\n" not in str(caught.value)
+
+
+RESULTS = {
+    "np.array(list('abcd'))": "type <U1",
+    "np.array([1, None, 'a', 2])": "type object",
+    "np.zeros(4, 'M8[D]')": r"datetime64\[D\]",
+    "np.zeros(4, [('a', 'f4')])": "'a'",
+    "pandas.Series([1.0, 2.0])": r"a Series .* to_numpy\(\)",
+    "pandas.DataFrame({'a': [1.0, 2.0]})": r"a DataFrame .* to_numpy\(\)",
+    "sparse.csr_matrix(np.eye(4))": r"a csr_matrix .* toarray\(\)",
+    "np.ma.masked_array([1.0, 2.0], [0, 1])": r"a MaskedArray .* filled\(\)",
+    "torch.eye(4).to_sparse()": r"a Tensor .* to_dense\(\)",
+    "torch.nested.nested_tensor([torch.ones(2)])": r"to_padded_tensor\(\)",
+}
+
+
+@pytest.mark.parametrize("result", RESULTS)
+@pytest.mark.parametrize("form", ["{}", "{{'x': {}}}", "({}, [1])"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_data_that_torch_cannot_hold_are_named_with_the_way_out(result, form):
+    source = f"{GOOD}\nimport numpy as np, pandas\nfrom scipy import sparse\n"
+    with fails(RESULTS[result]):
+        check(f"{source}def data(split): return {form.format(result)}")
 
 
 BATCHNORM = GOOD + "def model(): return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))"
