@@ -190,7 +190,7 @@ _SETTINGS: tuple[Setting, ...] = (
     (process_internals.print_options, lambda options: torch.set_printoptions(**options)),
     (np.get_printoptions, lambda options: np.set_printoptions(**options)),
     (np.geterr, lambda actions: np.seterr(**actions)),
-    *_functions(sys, "recursionlimit", "profile", between=""),
+    *_functions(sys, "recursionlimit", "switchinterval", "profile", between=""),
     (gc.isenabled, lambda is_on: gc.enable() if is_on else gc.disable()),
     (
         lambda: decimal.getcontext().prec,

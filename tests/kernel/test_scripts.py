@@ -124,7 +124,7 @@ SETTINGS = {
     "logging.basicConfig(level='DEBUG', force=True)": "logging.root.level, logging.root.handlers",
     "logging.getLogger('a').addHandler(logging.NullHandler())": "logging.getLogger('a').handlers",
     "logging.disable(50)": "logging.getLogger('torch').isEnabledFor(50)",
-    "warnings.simplefilter('error')": "('error', None, Warning, None, 0) in warnings.filters",
+    "warnings.simplefilter('error', BytesWarning)": "'BytesWarning' in str(warnings.filters)",
     "torch.multiprocessing.set_start_method('spawn', force=True)": (
         "torch.multiprocessing.get_start_method()"
     ),
