@@ -138,6 +138,8 @@ def _take_step(context: RunContext, worker: Worker) -> Batch:
         with closing(strategy):
             strategy.setup(worker)
             strategy.step(batch)
+            if not context.is_own:
+                strategy.finish()  # also removes hooks
     return batch
 
 
