@@ -1,6 +1,7 @@
 """Uses private parts of Python and torch that are global.  Runs on the ranks."""
 
 import inspect
+import sys
 import threading
 import weakref
 from concurrent.futures import Executor
@@ -33,13 +34,16 @@ def lists_finalizers() -> bool:
     return isinstance(found[0]._registry, dict) and isinstance(found[1]._finalizer_registry, dict)
 
 
-def finalizers() -> list[Any]:
-    """Return the finalizers of objects, then of ``multiprocessing``, in the order of the calls."""
+def finalizers(lowest: int = -sys.maxsize) -> list[Any]:
+    """Return the finalizers of objects, then of ``multiprocessing``, in the order of the calls.
+
+    ``lowest`` is the lowest priority of finalizers of ``multiprocessing``.
+    """
     found: Any = weakref.finalize, util
     if not lists_finalizers.works:
         return []
     held, of_objects = found[1]._finalizer_registry, reversed([*found[0]._registry])
-    keys = sorted((key for key in held if key[0] is not None), reverse=True)
+    keys = sorted((key for key in held if key[0] is not None and key[0] >= lowest), reverse=True)
     return [*(each for each in of_objects if each.atexit), *map(held.get, keys)]
 
 

@@ -198,4 +198,4 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     finally:
         if engine.began is not None:  # the fork server waits only some seconds
             engine.process_end.end(engine.began, STOP_SECONDS)
-            engine.process_end.finalize(engine.began)
+            engine.process_end.finalize(engine.began, STOP_SECONDS)

@@ -75,7 +75,7 @@ class ProcessEnd:
             threads[0].join(min(left, threading.TIMEOUT_MAX))
 
     def end(self, mark: frozenset[Any], seconds: float | None = None) -> None:
-        """Wait for threads, call the functions of ``atexit``, and wait for child processes.
+        """Wait for threads, and call the functions of ``atexit``.
 
         An interrupt ends only the current wait or function, and is raised at the end.
         """
@@ -90,24 +90,27 @@ class ProcessEnd:
             if found := [each for each in self._functions if each not in mark]:
                 self._functions.remove(found[-1])
                 calls = [found[-1]]
-        for child in multiprocessing.active_children():
-            if child not in mark and not child.daemon and not interrupt:
-                child.join()
         if interrupt:
             raise interrupt
 
-    def finalize(self, mark: frozenset[Any]) -> None:
-        """Call finalizers and end child processes, after the objects that use them are freed."""
-        for finalizer in finalizers():
-            package = module_of(finalizer).partition(".")[0]
-            is_own = package in self._packages and package not in sys.stdlib_module_names
-            if finalizer not in mark and not is_own:
-                finalizer()
-        # Torch would raise an error for each data worker that a signal ends.
-        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        children = [each for each in multiprocessing.active_children() if each not in mark]
-        for child in children:
-            child.terminate()
-        for child in children:
-            child.join(STOP_SECONDS)
-        signal.signal(signal.SIGCHLD, handler)
+    def finalize(self, mark: frozenset[Any], seconds: float | None = None) -> None:
+        """Call finalizers, end daemon processes, and wait for the other child processes.
+
+        Call this method after the objects that use the processes are freed.
+        """
+        for lowest in (0, -sys.maxsize):  # a queue waits for its readers, or until they end
+            for finalizer in finalizers(lowest):
+                package = module_of(finalizer).partition(".")[0]
+                is_own = package in self._packages and package not in sys.stdlib_module_names
+                if finalizer not in mark and not is_own:
+                    finalizer()
+            children = [each for each in multiprocessing.active_children() if each not in mark]
+            # Torch would raise an error for each data worker that a signal ends.
+            handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for child in children:
+                if child.daemon:
+                    child.terminate()
+                    child.join(STOP_SECONDS)
+            signal.signal(signal.SIGCHLD, handler)
+            for child in children:
+                child.join(seconds)

@@ -214,7 +214,7 @@ ENDS = {
     "process pool": "kept += [futures.ProcessPoolExecutor(1, fork)]; kept[1].submit(write)",
     "process": "fork.Process(target=write).start()",
     "children": "write(); fork.Process(target=time.sleep, args=[99], daemon=True).start()",
-    "leaked pool": "write(); kept += [fork.Pool(1)]",
+    "leaked pool and manager": "write(); kept += [fork.Pool(1), fork.Manager()]",
     "atexit": "atexit.register(write)",
     "atexit twice": "atexit.register(atexit.register, write)",
     "atexit of a module": "import registers",
