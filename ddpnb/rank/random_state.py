@@ -43,7 +43,11 @@ def seed_everything(seed: int | None) -> None:
 
 @contextlib.contextmanager
 def preserve_globals(
-    device: torch.device, *, is_fresh: bool = False, keeps_changes: bool = False
+    device: torch.device,
+    *,
+    is_fresh: bool = False,
+    is_measured: bool = False,
+    keeps_changes: bool = False,
 ) -> Iterator[None]:
     """Restore the random state and all global settings when the block ends.
 
@@ -52,13 +56,14 @@ def preserve_globals(
     Args:
         device: the rank's device.
         is_fresh: if True, the block begins with the settings that the rank had when it started.
+        is_measured: like ``is_fresh``, but only for settings that change results or speed.
         keeps_changes: if True, the block's settings and its random state stay.
     """
     before = current_settings()
     on_gpu = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     random_state = contextlib.nullcontext() if keeps_changes else preserve_random(device)
-    if is_fresh:
-        restore_settings(_at_start)
+    if is_fresh or is_measured:
+        restore_settings(_at_start if is_fresh else _at_start[: len(_COMPUTING)])
     try:
         with random_state, on_gpu:
             yield
@@ -90,6 +95,11 @@ Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 def note_start() -> None:
     """Note the settings of a new rank, with which scripts and comparisons begin."""
     _at_start[:] = [get() for get, _ in _SETTINGS]
+
+
+def computing_settings() -> list[Any]:
+    """Return the values of the settings that change results or speed, for ``restore_settings``."""
+    return [get() for get, _ in _COMPUTING]
 
 
 def current_settings() -> list[Any]:
@@ -166,7 +176,7 @@ def _matmul_precision() -> str:
     return ""
 
 
-_SETTINGS: tuple[Setting, ...] = (
+_COMPUTING: tuple[Setting, ...] = (
     *_functions(torch, "default_dtype", "num_threads", "deterministic_debug_mode"),
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (
@@ -187,11 +197,14 @@ _SETTINGS: tuple[Setting, ...] = (
         lambda: [*map(torch.is_autocast_enabled, ("cpu", "cuda"))],
         lambda values: [*map(torch.set_autocast_enabled, ("cpu", "cuda"), values)],
     ),
-    (process_internals.print_options, lambda options: torch.set_printoptions(**options)),
-    (np.get_printoptions, lambda options: np.set_printoptions(**options)),
     (np.geterr, lambda actions: np.seterr(**actions)),
     *_functions(sys, "recursionlimit", "switchinterval", "profile", between=""),
     (gc.isenabled, lambda is_on: gc.enable() if is_on else gc.disable()),
+)
+_SETTINGS: tuple[Setting, ...] = (
+    *_COMPUTING,
+    (process_internals.print_options, lambda options: torch.set_printoptions(**options)),
+    (np.get_printoptions, lambda options: np.set_printoptions(**options)),
     (
         lambda: decimal.getcontext().prec,
         lambda digits: setattr(decimal.getcontext(), "prec", digits),

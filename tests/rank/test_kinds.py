@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ddpnb.protocol.errors import UserError
+from ddpnb.rank.random_state import note_start
 from ddpnb.rank.tasks.cell import cell_task
 from ddpnb.rank.training import loop, validation
 from ddpnb.rank.training.context import Surroundings
@@ -350,3 +351,32 @@ def test_a_loss_that_is_no_mean_over_halves_is_named(ranks, tmp_path, strategy, 
     alone = ranks(2).call(check_job, tmp_path, spec_of("single", source))[0]
     usual = ranks(2).call(check_job, tmp_path, spec_of(strategy, SMALL))[0]
     assert (alone.notes, usual.notes) == ((), ())
+
+
+def slowed_job(state, folder, spec):
+    """Train with settings that a cell has left, and return the settings during and after it."""
+    note_start()
+    torch.autograd.set_detect_anomaly(True)
+    torch.set_default_dtype(torch.float64)
+    try:
+        report, _ = trained_job(state, folder, spec)
+        return report.held_out_metrics, torch.is_anomaly_enabled()
+    finally:
+        torch.autograd.set_detect_anomaly(False)
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_run_has_the_settings_of_its_cell_and_none_of_earlier_cells(ranks):
+    source = f"""{SMALL}
+torch.set_float32_matmul_precision("high")
+def validation_step(model, batch):
+    is_high = torch.get_float32_matmul_precision() == "high"
+    is_slow, size = torch.is_anomaly_enabled(), torch.ones(1).itemsize
+    return {{"slow": is_slow, "size": size, "high": is_high}}
+"""
+    spec = spec_of("ddp", source, run_id="slowed-1")
+    for _ in range(2):  # the cell runs only once for a comparison
+        found, is_kept = ranks(2).call(slowed_job, spec)[0]
+        assert found == {"slow": 0, "size": 4, "high": 1}
+        assert is_kept
+    assert torch.get_float32_matmul_precision() == "highest"

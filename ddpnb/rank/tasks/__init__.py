@@ -1,16 +1,20 @@
 """Load the task of a comparison: a built-in task or the task of a cell.  Runs on the ranks."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from ddpnb.protocol.catalogue import CELL_TASK, TASKS
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.notation import parse_task
+from ddpnb.rank.random_state import computing_settings, restore_settings
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.cell import cell_task
 
-_loaded: dict[str, Task] = {}
-"""The id and the task of the current comparison. All runs train on the same data."""
+_loaded: dict[str, tuple[Task, list[Any]]] = {}
+"""The id of the current comparison, its task, and the global settings that its cell has made.
+
+All runs train on the same data, with the same settings."""
 
 
 def load_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> Task:
@@ -20,8 +24,10 @@ def load_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> 
         UserError: The cell's task is wrong (see ``cell_task``), or the cell and the spec both
             configure an optimizer.
     """
-    task = _loaded.get(spec.comparison)
-    if task is None:
+    if spec.comparison in _loaded:
+        task, settings = _loaded[spec.comparison]
+        restore_settings(settings)
+    else:
         forget()
         choice = parse_task(spec.task)
         if choice.name == CELL_TASK:
@@ -29,7 +35,7 @@ def load_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> 
         else:
             task = TASKS[choice.name].load()(**choice.options)
         if spec.comparison:
-            _loaded[spec.comparison] = task
+            _loaded[spec.comparison] = task, computing_settings()
     if task.optimizer and (spec.momentum or spec.own_momentum is not None or spec.rates):
         what = "Several values of --lr need" if spec.rates else "Momentum needs"
         raise UserError(

@@ -85,7 +85,7 @@ def run(
         RuntimeError: if another rank ended during the run.
     """
     state = here.state
-    with preserve_globals(torch.device(state.device)):
+    with preserve_globals(torch.device(state.device), is_measured=True):
         # -- build ------------------------------------------------------------------------
         context = build_context(spec, here)
         no_part = RunReport(run_id=spec.run_id, rank=state.rank)

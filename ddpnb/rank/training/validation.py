@@ -51,7 +51,7 @@ def validate(spec: RunSpec, here: Surroundings, *, num_calls: Callable[[], int] 
         UserError: if the run cannot be trained.  The message says what to do.
         Exception: any exception that the cell's code raises, with its traceback.
     """
-    with preserve_globals(torch.device(here.state.device)):
+    with preserve_globals(torch.device(here.state.device), is_measured=True):
         try:
             context = build_context(spec, replace(here, folder=here.folder / CHECKS))
             return _checked(context, num_calls)
@@ -102,9 +102,9 @@ def _with_times(result: Checked, context: RunContext, worker: Worker) -> Checked
 
 def measure_compute(spec: RunSpec, here: Surroundings) -> Compute:
     """Measure how many seconds a step takes on one core.  One rank takes part."""
-    with preserve_globals(torch.device(here.state.device)):
-        torch.set_num_threads(1)
+    with preserve_globals(torch.device(here.state.device), is_measured=True):
         context = build_context(spec, here)
+        torch.set_num_threads(1)
         worker = context.worker("check", num_steps=1)
         num_samples = max(1, context.schedule.size(0) // context.state.world_size)
         optimizer = worker.optimizer(worker.parameters)
