@@ -10,8 +10,9 @@ import asyncio
 import os
 import threading
 from asyncio import base_events, runners
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any
 
 from ddpnb.compat.probe import Probe
@@ -90,3 +91,16 @@ def run_in_cell(coroutine: Coroutine[Any, Any, Any]) -> Any:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 loop.run_until_complete(task)
+
+
+def awaiting(frames: Iterable[FrameType]) -> list[FrameType]:
+    """Return the frames of a cell's coroutine that waits, innermost first."""
+    found: list[FrameType] = []
+    for frame in frames:
+        coroutine: Any = (
+            frame.f_locals["coroutine"] if frame.f_code is run_in_cell.__code__ else None
+        )
+        while (waiting := getattr(coroutine, "cr_frame", None)) is not None:
+            found.insert(0, waiting)
+            coroutine = coroutine.cr_await
+    return found

@@ -23,6 +23,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from ddpnb.compat import torch_internals
+from ddpnb.compat.asyncio_internals import awaiting
 from ddpnb.protocol.processes import RankStatus
 from ddpnb.rank.collectives import sums
 from ddpnb.rank.group import Group
@@ -55,7 +56,7 @@ def rank_status(group: Group) -> RankStatus:
         on_gpu = torch_internals.pending_collective(group.joined_ns, seconds_on_gpu=GPU_SECONDS)
         pending = on_gpu or pending
     call = call or ("all_reduce" if in_shared_sum else pending.name if pending else "")
-    users = next(filter(is_users, frames), None)
+    users = next(filter(is_users, [*frames, *awaiting(frames)]), None)
     path = users.f_code.co_filename if users else ""
     cell = CELLS.get(path, 0)
     return RankStatus(

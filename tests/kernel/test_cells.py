@@ -169,8 +169,8 @@ def test_coroutines_run_as_in_a_notebook(kernel: Kernel, source: str, shown: str
 WAITS = """%%ddp --timeout {}
 import asyncio
 async def wait(seconds):
-    print("begun", flush=True)
     try:
+        print("begun", flush=True)
         while True: await asyncio.sleep(seconds)
     finally: print("cleaned up", flush=True)
 """
@@ -182,6 +182,16 @@ def test_coroutines_can_be_stopped(unharmed: Kernel, source: str):
     assert (cell.error, cell.by_rank) == ("KeyboardInterrupt", both("begun", "cleaned up"))
     cell = unharmed.run(WAITS.format(0.5) + source)
     assert (cell.error, cell.by_rank) == ("CellTimeoutError", both("begun", "cleaned up"))
+
+
+def test_a_coroutine_that_waits_has_a_place(unharmed: Kernel):
+    cell = unharmed.run(f"%%ddp --no-wait\n{WAITS.partition(chr(10))[2]}await wait(100)")
+    unharmed.run("handle = _")
+    unharmed.wait_for_text(cell, "begun")
+    place = f"at line 6 of In [{cell.number}], not in a collective"
+    assert unharmed.run("%ddp_why").text.count(place) == 2
+    unharmed.run("%ddp_interrupt")
+    assert unharmed.run("handle.wait(20)").error == "KeyboardInterrupt"
 
 
 @pytest.mark.parametrize("call", ["await meet()", "asyncio.run(meet())"])
