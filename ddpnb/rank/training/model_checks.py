@@ -63,6 +63,8 @@ def check_step(worker: Worker, batch: Batch, strategy: str) -> None:
     with attempt("Creating the optimizer failed"):
         optimizer = worker.optimizer(worker.parameters)
     step, is_wrapped = worker.training_step, _wraps_model(strategy)
+    if parse_strategy(strategy).name == "dp" or worker.accumulate > 1:
+        batch.cut([batch.num_rows])  # raises an error if the batch cannot be cut
     with worker.autocast():
         if isinstance(step, Supervised):
             loss = _supervised_loss(worker.model, step, batch)
@@ -135,9 +137,11 @@ def attempt(failed: str, advice: Mapping[str, str] = MappingProxyType({})) -> It
     except Exception as error:
         if isinstance(error, UserError) or is_consequence(error):
             raise
-        known = [f". {each}" for text, each in advice.items() if text in str(error)]
-        summary = textwrap.shorten(summary_of(error), MAX_CHARACTERS, placeholder=" ...")
-        raise UserError(f"{failed}: {summary}{known[0] if known else ''}") from error
+        known = [f" {each}" for text, each in advice.items() if text in str(error)]
+        most = MAX_CHARACTERS // 2 if known else MAX_CHARACTERS
+        summary = textwrap.shorten(summary_of(error), most, placeholder=" ...")
+        dot = "." if known and not summary.endswith(".") else ""
+        raise UserError(f"{failed}: {summary}{dot}{''.join(known[:1])}") from error
 
 
 OF_STRATEGIES = {
