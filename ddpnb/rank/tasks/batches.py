@@ -291,7 +291,8 @@ def _count(tree: Tree) -> int:
     """Return the probable number of samples in a part of a batch; -1 if it has no length."""
     if not isinstance(tree, list | tuple) or hasattr(tree, "_make"):
         return next((n for _, leaf in leaves(tree) if (n := _length(leaf)) >= 0), -1)
-    counts = {_count(each) for each in tree} - {-1}
+    is_flat = bool(tree) and isinstance(tree[0], str | bytes | int | float)
+    counts = set() if is_flat else {_count(each) for each in tree} - {-1}
     return max(len(tree), *counts) if len(counts) == 1 else len(tree)
 
 
