@@ -18,7 +18,7 @@ torch's ``default_collate``, a list of strings has one string for each sample.  
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import KW_ONLY, dataclass, is_dataclass
 from functools import lru_cache
 from typing import Any
@@ -152,13 +152,14 @@ def mapped(
             return copied_node
     if is_leaf(tree) or (parts := _parts(tree)) is None:
         return function(tree)
-    made: Any = copy.copy(tree)  # keeps the class, e.g. transformers' ModelOutput
+    is_fixed = isinstance(tree, tuple | Mapping) and not isinstance(tree, MutableMapping)
+    made: Any = None if is_fixed else copy.copy(tree)  # keeps the class, e.g. a ModelOutput
     copies = (*copies, (tree, made))
     results = {k: mapped(function, v, is_leaf=is_leaf, copies=copies) for k, v in parts.items()}
     if hasattr(tree, "_make"):
         return tree._make(results.values())
-    if isinstance(tree, tuple):
-        return tuple.__new__(type(tree), results.values())
+    if is_fixed:
+        return type(tree)(results if isinstance(tree, Mapping) else results.values())
     for key, each in results.items():
         if isinstance(tree, Mapping | list):
             made[key] = each

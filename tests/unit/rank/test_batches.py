@@ -4,7 +4,7 @@ import random
 from collections import UserDict, namedtuple
 from dataclasses import make_dataclass
 from itertools import pairwise
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -93,6 +93,7 @@ NODES = [
     lambda x, y: [x, y],
     lambda x, y: {"x": x, "y": y},
     lambda x, y: UserDict(x=x, y=y),
+    lambda x, y: MappingProxyType({"x": x, "y": y}),
     lambda x, y: SimpleNamespace(x=x, y=y, kept=3),
     namedtuple("Pair", "x y"),
     make_dataclass("Frozen", ["x", "y"], frozen=True),
