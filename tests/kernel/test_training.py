@@ -108,8 +108,8 @@ def test_every_choice_works_from_the_line(kernel: Kernel):
 
 def test_a_rank_killed_on_purpose_ends_its_run_and_the_comparison_goes_on(kernel: Kernel):
     kernel.run("%%ddp\nkept = rank + 10")
-    line = "result = %ddp_compare ddp async --task digits --epochs 30 --kill 1@1s --no-baseline"
-    cell = kernel.run(f"{line} --slow 0:40ms,1:40ms").passed
+    line = "result = %ddp_compare ddp async --task digits --epochs 15 --kill 1@1s --no-baseline"
+    cell = kernel.run(f"{line} --slow 0:40ms,1:40ms", timeout=120).passed
     assert "ddp: rank 1 died, and ddpnb restarted it without variables" in cell.text
     assert "async: rank 1 died, and ddpnb restarted it without variables" in cell.text
     runs = kernel.value("[(run.name, run.status.value) for run in result.comparison.runs]")

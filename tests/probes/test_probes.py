@@ -29,6 +29,9 @@ LOOKED_AT = {
     "hides_group": "torch.distributed.distributed_c10d:_WorldMeta.WORLD",
     "ends_data_workers": "torch.utils.data.dataloader:"
     "_MultiProcessingDataLoaderIter._shutdown_workers",
+    "finds_running_loops": "asyncio.base_events:BaseEventLoop._check_running",
+    "has_print_options": "torch._tensor_str:PRINT_OPTS",
+    "lists_finalizers": "weakref:finalize._registry",
     "counts_ddp_parameters": "torch.nn.parallel:DistributedDataParallel._get_ddp_logging_data",
     "lists_step_hooks": "torch.optim:Optimizer.register_step_pre_hook",
     "follows_calls": "ipyparallel:Client.send_apply_request",
