@@ -143,7 +143,12 @@ class RunSnapshot:
     def notes(self) -> tuple[str, ...]:
         """The notes in the header and in the ranks' reports."""
         reported = (note for report in self.reports for note in report.notes)
-        return (*(self.header.notes if self.header else ()), *dict.fromkeys(reported))
+        return (*(self.header.notes if self.header else ()), *self.warnings, *reported)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The warnings in the ranks' reports, each once."""
+        return tuple(dict.fromkeys(each for report in self.reports for each in report.warnings))
 
     @property
     def is_ceiling(self) -> bool:

@@ -349,9 +349,12 @@ class RunReport:
     """True if the run took its last step but was interrupted during the evaluation."""
     notes: tuple[str, ...] = ()
     """Facts that this rank found out during the training, to show with the results."""
+    warnings: tuple[str, ...] = ()
+    """Reasons why the results may be wrong, to show above the figure."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "notes", tuple(self.notes))
+        object.__setattr__(self, "warnings", tuple(self.warnings))
         made = tuple(Evaluation(*each) for each in self.evaluations)  # the store returns lists
         object.__setattr__(self, "evaluations", made)
         object.__setattr__(self, "memory", Memory(*self.memory))

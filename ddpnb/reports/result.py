@@ -170,7 +170,12 @@ class ComparisonResult(Shown):
         return super().write(target, ending)
 
     def _sentences(self) -> list[str]:
-        return [self.sentence(), *filter(None, [self.remark])]
+        names: dict[str, list[str]] = {}
+        for run in self.comparison.runs:
+            for warning in run.warnings:
+                names.setdefault(warning, []).append(run.name)
+        found = [f"{', '.join(dict.fromkeys(own))}: {each}" for each, own in names.items()]
+        return [self.sentence(), *found, *filter(None, [self.remark])]
 
     def _ipython_display_(self) -> None:
         """Show the result, unless the current cell already shows it."""

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernel.client import Kernel, both
+from tests.rank.test_kinds import BUFFERS, SMALL, UNFROZEN
 
 MODEL = """%%ddp
 import torch
@@ -152,3 +153,41 @@ def test_a_collective_is_run_and_shown(kernel: Kernel):
     assert "rank 1: [20 21 22 23] -> [20 21 22 23]" in cell.text
     assert cell.bundles("image/png")
     assert not kernel.run("%ddp_show all_reduce --ranks 1 --size 4kB").error
+
+
+FROZEN = """%%ddp
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+net[0].requires_grad_(False)
+thawed, update = DistributedDataParallel(net), torch.optim.SGD(net.parameters(), lr=0.1)
+for number in range(4):
+    net[0].requires_grad_(number > 1)
+    update.zero_grad()
+    thawed(torch.randn(8, 4)).sum().backward()
+    update.step()
+"""
+
+
+def test_a_layer_that_was_frozen_is_the_cause_that_is_named(kernel: Kernel):
+    kernel.run(FROZEN).passed  # noqa: B018
+    cell = kernel.run("%ddp_check thawed")
+    assert "DDP wrapped the model while layers were frozen that train now" in cell.text
+    assert "these 2 parameters" in cell.text
+    source = SMALL + UNFROZEN
+    cell = kernel.run(f"%%ddp_compare ddp zero --no-baseline --batch-size 20 --epochs 3\n{source}")
+    shown = kernel.run("%ddp_plot")
+    for each in (cell, shown):
+        head = "".join(each.bundles("text/html")).partition("How to read this")[0]
+        assert "differ at the end" in head
+        assert "ddp, zero: first.weight was frozen when the strategy wrapped" in head
+
+
+def test_a_mismatch_of_buffers_says_so(kernel: Kernel):
+    first = 'self.layer = nn.Linear(4, 2)\n        self.register_buffer("b", torch.ones(1))'
+    source = SMALL + BUFFERS.replace("self.layer = nn.Linear(4, 2)", first).replace(
+        "GROW", "self.b = torch.ones(int((x > 0).sum()))"
+    )
+    cell = kernel.run(f"%%ddp_compare ddp --no-baseline --batch-size 20 --epochs 3\n{source}")
+    assert "DDP makes these calls to send the model's buffers" in cell.error_text

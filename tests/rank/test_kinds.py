@@ -313,14 +313,14 @@ def test_optimizers_with_eval_are_switched_or_named(ranks, strategy):
 @pytest.mark.parametrize(("strategy", "differs"), [("ddp", True), ("zero", True), ("dp", False)])
 def test_a_layer_unfrozen_in_the_middle_is_named(ranks, strategy, differs):
     (report, _), *_ = ranks(2).call(trained_job, spec_of(strategy, SMALL + UNFROZEN, num_epochs=3))
-    said = " ".join(report.notes)
+    said = " ".join(report.warnings)
     assert ("replicas differ" in said, "was frozen when" in said) == (differs, differs), said
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero", "fsdp", "local-sgd", "gossip", "ddp-by-hand"])
 def test_replicas_of_a_usual_model_do_not_differ(ranks, strategy):
     results = ranks(2).call(trained_job, spec_of(strategy, CELL))
-    assert [report.notes for report, _ in results] == [(), ()]
+    assert [report.notes + report.warnings for report, _ in results] == [(), ()]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from ddpnb.rank.collectives.flat import local
 
 
 def disagreement(tensors: Mapping[str, Tensor], thawed: Sequence[str]) -> tuple[str, ...]:
-    """Return notes if ranks trained a parameter differently.  Every rank of the group takes part.
+    """Return warnings if ranks trained a parameter differently.  Every rank takes part.
 
     Args:
         tensors: parameters and gradients that should be equal on all ranks, by name.

@@ -48,8 +48,8 @@ class RunMetrics:
     """Number of items of the data set that this rank has trained on."""
     num_rows: int = 0
     """Number of samples that ``collate_fn`` has made of these items."""
-    notes: tuple[str, ...] = ()
-    """Facts that this rank found out during the training."""
+    warnings: tuple[str, ...] = ()
+    """Reasons why the results may be wrong."""
 
     def __post_init__(self) -> None:
         context = self.context
@@ -104,7 +104,8 @@ class RunMetrics:
             was_stopped=self.was_stopped,
             memory=self.memory,
             num_lost_samples=self.num_lost_samples,
-            notes=(*self.notes, *([collated] if self.num_rows != self.num_items else [])),
+            notes=(collated,) if self.num_rows != self.num_items else (),
+            warnings=self.warnings,
         )
 
 
