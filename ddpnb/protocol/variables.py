@@ -83,6 +83,9 @@ class VariablePickler(cloudpickle.Pickler):  # type: ignore[misc]  # has no type
         torch = sys.modules.get("torch")  # the kernel may run without torch
         if torch is not None and isinstance(obj, torch.Tensor):
             return reduce_tensor(obj, torch, stays=self._for_ranks)
+        if torch is not None and isinstance(obj, torch.jit.ScriptModule):
+            torch.jit.save(obj, content := io.BytesIO())
+            return load_script, (content.getvalue(),)
         if kind is io.TextIOWrapper and obj not in (sys.__stdout__, sys.__stderr__):
             raise TypeError("cannot pickle an open file")  # cloudpickle would copy its text
         is_main = isinstance(obj, type) and obj.__module__ == "__main__"
@@ -110,6 +113,12 @@ _namespace: ContextVar[dict[str, Any] | None] = ContextVar("namespace", default=
 def own_class(name: str) -> Any:
     """Return the class with this name from ``__main__`` of the process that unpickles."""
     return vars(sys.modules["__main__"])[name]
+
+
+def load_script(content: bytes) -> Any:
+    """Return a TorchScript module on the CPU, because pickle cannot pack TorchScript."""
+    torch = importlib.import_module("torch")
+    return torch.jit.load(io.BytesIO(content), map_location="cpu")
 
 
 def reduce_tensor(tensor: Any, torch: Any, *, stays: bool) -> Any:

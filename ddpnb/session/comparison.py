@@ -48,6 +48,9 @@ def prepare(cluster: Cluster, store: Store, spec: ComparisonSpec, shown: Live) -
         shown.announce("")
         raise
     specs = tuple(replace(s, notes=(*s.notes, *checked[s.strategy].notes)) for s in specs)
+    for note in dict.fromkeys(note for each in checked.values() for note in each.notes):
+        names = [name for name, each in checked.items() if note in each.notes]
+        warn(f"{', '.join(names)}: {note}")
     specs = long_enough(specs, max((each.num_epochs for each in checked.values()), default=0.0))
     specs = budgeted(specs, checked.values(), len(cluster.ranks))
     recorder = Recorder(

@@ -344,10 +344,15 @@ def test_what_a_strategy_cannot_train_is_found_before_anything_trains(
     assert said.replace("\\", "") in str(causes[0])
 
 
-@pytest.mark.parametrize(("strategy", "source"), [("ddp", TOKENS), ("dp", TOKENS), ("ddp", DROPS)])
-def test_a_loss_that_is_no_mean_over_halves_is_named(ranks, tmp_path, strategy, source):
-    checked = ranks(2).call(check_job, tmp_path, spec_of(strategy, source))[0]
-    assert "mean of its halves" in " ".join(checked.notes)
+@pytest.mark.parametrize(
+    ("strategy", "source", "accumulate"),
+    [("ddp", TOKENS, 1), ("dp", TOKENS, 2), ("ddp", DROPS, 1), ("local-sgd", TOKENS, 1)],
+)
+def test_a_loss_that_is_no_mean_over_halves_is_named(ranks, tmp_path, strategy, source, accumulate):
+    spec = spec_of(strategy, source, accumulate=accumulate)
+    assert "mean of its halves" in ranks(2).call(check_job, tmp_path, spec)[0].notes[0]
+    gathered = ranks(2).call(check_job, tmp_path, spec_of("dp", source))[0]
+    assert gathered.notes == ()  # dp computes one loss of all outputs
     alone = ranks(2).call(check_job, tmp_path, spec_of("single", source))[0]
     usual = ranks(2).call(check_job, tmp_path, spec_of(strategy, SMALL))[0]
     assert (alone.notes, usual.notes) == ((), ())

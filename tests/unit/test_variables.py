@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from ddpnb.protocol.variables import dump, packed, receive
 
@@ -59,3 +60,12 @@ def test_more_than_memory_holds_is_refused_in_a_sentence(file: Path):
     ):
         packed(parts, str(file), num_copies=10_000_000)
     assert file.stat().st_size == 0
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("for_ranks", [True, False])
+def test_torchscript_arrives_also_as_a_part_of_a_model(for_ranks: bool):
+    scripted = torch.jit.script(torch.nn.Linear(3, 2))
+    model = torch.nn.Sequential(scripted, torch.nn.ReLU())
+    made = receive(packed(dump(model, for_ranks=for_ranks), ""))
+    assert torch.equal(made(torch.ones(1, 3)), model(torch.ones(1, 3)))

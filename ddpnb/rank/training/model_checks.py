@@ -205,7 +205,8 @@ def check_loss(context: RunContext, worker: Worker) -> tuple[str, ...]:
             f"{LOSS if is_short else STEP} is a sum over the samples. Return the mean, "
             "so that the loss does not depend on the size of a worker's shard."
         )
-    is_split = context.plan.num_workers > 1 or context.spec.accumulate > 1
+    is_gathered = is_short and parse_strategy(context.spec.strategy).name == "dp"  # one loss of all
+    is_split = context.spec.accumulate > 1 or (context.plan.num_workers > 1 and not is_gathered)
     rounding = max((torch.finfo(each.dtype).eps for each in worker.parameters), default=0.0)
     if not (is_split and is_certain) or math.isclose(once, halves, rel_tol=1e-4 + 4 * rounding):
         return ()
