@@ -41,6 +41,8 @@ class Strategy(ABC):
     """The optimizer of this rank's parameters. ``setup`` creates it."""
     queue: WorkQueue | None = None
     """The work queue on rank 0 in an asynchronous run. Otherwise None."""
+    thawed: tuple[str, ...] = ()
+    """Parameters that a step has unfrozen, but that the strategy does not train (only ``fsdp``)."""
 
     def plan(self, state: RankState) -> Plan:
         """Return which ranks train, and how they train. By default, all ranks train in lockstep."""

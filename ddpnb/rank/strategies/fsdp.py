@@ -33,6 +33,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 import torch.distributed as dist
@@ -73,6 +74,10 @@ class Fsdp(Strategy):
             fsdp.fully_shard(layer, mesh=mesh, reshard_after_forward=self.reshard)
             # gloo can sum on the GPU, but it cannot average.
             layer.set_force_sum_reduction_for_comms(dist.get_backend() == "gloo")
+        for path, module in worker.model.named_modules():
+            for name, parameter in module.named_parameters(path, recurse=False):
+                if not parameter.requires_grad:
+                    module.register_forward_hook(partial(self._note_thawed, name), prepend=True)
         super().setup(worker)
 
     def step(self, batch: Batch) -> Tensor:
@@ -100,6 +105,11 @@ class Fsdp(Strategy):
             name: each.full_tensor() if hasattr(each, "full_tensor") else each
             for name, each in held.items()
         }
+
+    def _note_thawed(self, name: str, module: nn.Module, *_: Any) -> None:
+        """Note that the user has unfrozen a gathered parameter. Torch keeps its shard frozen."""
+        if getattr(module, name.rpartition(".")[2]).requires_grad and name not in self.thawed:
+            self.thawed = (*self.thawed, name)
 
     @contextmanager
     def _unsynced(self) -> Iterator[None]:

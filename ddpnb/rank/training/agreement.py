@@ -31,8 +31,8 @@ def disagreement(tensors: Mapping[str, Tensor], thawed: Sequence[str]) -> tuple[
         )
     if thawed:
         notes.append(
-            f"{thawed[0]} was frozen when the strategy wrapped the model, so ranks do not average "
-            "its gradients. Instead of freezing a layer at first, give it a learning rate of 0."
+            f"{thawed[0]} was frozen when the strategy wrapped the model, so its gradients are not "
+            "averaged. Instead of freezing a layer at first, give it a learning rate of 0."
         )
     return tuple(notes)
 

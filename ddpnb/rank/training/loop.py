@@ -159,7 +159,7 @@ def _trained(metrics: RunMetrics, should_stop: Callable[[], bool]) -> tuple[nn.M
                 is_averaged = isinstance(strategy, DdpStrategy) and each in trained
                 if is_averaged and each.grad is not None:  # in zero, only the gradients may differ
                     tensors[f"{name}.grad"] = each.grad
-            metrics.warnings += disagreement(tensors, thawed)
+            metrics.warnings += disagreement(tensors, [*thawed, *strategy.thawed])
         if not metrics.was_stopped:
             snapshots.average()
         lost = [] if strategy.queue is None else map(worker.shard, strategy.queue.lost_shards)
