@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, final
 
@@ -238,7 +238,7 @@ class Worker:
         optimizer.step()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Batch:
     """One worker's shard of a global batch, on the worker's device."""
 
@@ -257,7 +257,7 @@ class Batch:
         """This worker's share of the global batch."""
         return self.num_samples / self.num_global
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """The number of samples in ``tree``.  ``collate_fn`` may drop or add samples."""
         return num_rows(self.tree, self.num_samples)

@@ -1,23 +1,38 @@
 """Checks at the end of a synchronous run that all ranks have the same model.  Runs on the ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddpnb.protocol.errors import FEW
 from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.rank.collectives.flat import local
+from ddpnb.rank.strategies.base import Strategy
+from ddpnb.rank.strategies.ddp import DdpStrategy
 
 
-def disagreement(tensors: Mapping[str, Tensor], thawed: Sequence[str]) -> tuple[str, ...]:
+def disagreement(
+    model: nn.Module, strategy: Strategy, frozen: Mapping[str, nn.Parameter]
+) -> tuple[str, ...]:
     """Return warnings if ranks trained a parameter differently.  Every rank takes part.
 
     Args:
-        tensors: parameters and gradients that should be equal on all ranks, by name.
-        thawed: the names of trained parameters that were frozen when the strategy was set up.
+        model: the trained model.
+        strategy: the strategy that has trained the model.  A user's strategy may train parameters
+            in any way, so ddpnb compares only the results.
+        frozen: the parameters that were frozen when the strategy was set up, by name.
     """
+    groups = strategy.optimizer.param_groups if hasattr(strategy, "optimizer") else []
+    trained = {each for group in groups for each in group["params"]}
+    thawed = [name for name, each in frozen.items() if each.requires_grad and each in trained]
+    thawed += strategy.thawed
+    tensors: dict[str, Tensor] = dict(model.named_parameters())
+    for name, each in model.named_parameters():
+        is_averaged = isinstance(strategy, DdpStrategy) and each in trained
+        if is_averaged and each.grad is not None:  # in zero, only the gradients may differ
+            tensors[f"{name}.grad"] = each.grad
     dense = {n: each for n, each in tensors.items() if each.layout is torch.strided}
     mine = {name: _checksum(each) for name, each in dense.items()}
     dist.all_gather_object(every := [mine] * dist.get_world_size(), mine)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ddpnb.compat.torch_internals import group_store
 from ddpnb.protocol.messages import RunReport, RunSpec, StepEvent
@@ -36,7 +36,6 @@ from ddpnb.rank.meter import Account
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.servers.client import RunOverError
 from ddpnb.rank.strategies.base import Strategy
-from ddpnb.rank.strategies.ddp import DdpStrategy
 from ddpnb.rank.tasks.batches import Shard, Tree, every_step
 from ddpnb.rank.training.agreement import disagreement
 from ddpnb.rank.training.context import RunContext, Surroundings, build_context
@@ -123,7 +122,7 @@ def _trained(metrics: RunMetrics, should_stop: Callable[[], bool]) -> tuple[nn.M
         )
         worker.activations = activations
         strategy.setup(worker)
-        frozen = [each for each in worker.model.named_parameters() if not each[1].requires_grad]
+        frozen = {n: p for n, p in worker.model.named_parameters() if not p.requires_grad}
         held, switched = {*worker.model.parameters()}, filter(is_switched, worker.optimizers)
         updated = {p for each in switched for group in each.param_groups for p in group["params"]}
         if updated and not (context.plan.synchronous and updated <= held):
@@ -148,18 +147,9 @@ def _trained(metrics: RunMetrics, should_stop: Callable[[], bool]) -> tuple[nn.M
                 model = strategy.finish()
             if is_timed:
                 metrics.clock.end()
-        plan, spec = context.plan, context.spec
-        if plan.synchronous and plan.num_ranks > 1 and not spec.is_ceiling:
-            optimizer = None if context.is_own else getattr(strategy, "optimizer", None)
-            groups = [] if optimizer is None else optimizer.param_groups
-            trained = {each for group in groups for each in group["params"]}
-            thawed = [name for name, each in frozen if each.requires_grad and each in trained]
-            tensors = dict[str, Tensor](model.named_parameters())
-            for name, each in tensors.copy().items():
-                is_averaged = isinstance(strategy, DdpStrategy) and each in trained
-                if is_averaged and each.grad is not None:  # in zero, only the gradients may differ
-                    tensors[f"{name}.grad"] = each.grad
-            metrics.warnings += disagreement(tensors, [*thawed, *strategy.thawed])
+        plan = context.plan
+        if plan.synchronous and plan.num_ranks > 1 and not context.spec.is_ceiling:
+            metrics.warnings = disagreement(model, strategy, frozen)
         if not metrics.was_stopped:
             snapshots.average()
         lost = [] if strategy.queue is None else map(worker.shard, strategy.queue.lost_shards)

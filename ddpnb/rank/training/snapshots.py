@@ -75,7 +75,9 @@ class Snapshots:
             self._copy(shard)
             return
         with clock.paused():
+            self._worker.switch_optimizers(training=False)
             self._copy(shard)
+            self._worker.switch_optimizers(training=True)
             if context.plan.num_steps_ahead == 0:
                 context.barrier()  # wait until the slowest rank has made its copy
 
@@ -90,15 +92,10 @@ class Snapshots:
 
     @torch.no_grad()
     def _copy(self, shard: Shard) -> None:
-        is_synchronous = self._metrics.context.plan.synchronous
-        if is_synchronous:
-            self._worker.switch_optimizers(training=False)
         state = self._strategy.snapshot()
         if self._is_kept:
             seconds = self._metrics.clock.seconds
             self.kept.append(Snapshot(self._num_samples(shard), seconds, copied(state)))
-        if is_synchronous:
-            self._worker.switch_optimizers(training=True)
 
     def _num_samples(self, shard: Shard) -> int:
         """Return the number of samples that all workers have trained on after a step on ``shard``.
