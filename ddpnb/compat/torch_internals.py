@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
@@ -356,6 +357,20 @@ def take_step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[A
     for hooks in held:
         hooks.clear()
     return before, after
+
+
+@Probe("torch", "models of your own class stay in memory if the class leaves hooks on gradients")
+def lists_gradient_hooks() -> bool:
+    """Return True if ddpnb can remove hooks that run after a gradient is accumulated."""
+    code = torch.Tensor.register_post_accumulate_grad_hook.__code__
+    return "_post_accumulate_grad_hooks" in code.co_names
+
+
+def remove_gradient_hooks(model: nn.Module) -> None:
+    """Remove hooks that keep a model alive, because Python cannot collect cycles through C++."""
+    for parameter in model.parameters() if lists_gradient_hooks.works else ():
+        if hooks := parameter._post_accumulate_grad_hooks:
+            hooks.clear()
 
 
 @Probe("torch", "%ddp_check cannot count layers that were frozen when DDP wrapped the model")

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.errors import UserError, summary_of
 from ddpnb.protocol.messages import REMEDIES, RunSpec, StaleVariable
 from ddpnb.protocol.variables import Parcel, dump, load, opened, packed, receive
 
@@ -63,21 +63,33 @@ def notebook_functions(key: str, namespace: dict[str, Any]) -> Any:
     return load(_functions[key], namespace)
 
 
-_models: dict[tuple[str, str, float], tuple[str, nn.Module]] = {}
+_models: dict[tuple[str, str, float], tuple[str, list[bytearray] | UserError]] = {}
 """The trained models of the latest comparison, on rank 0.  Maps the comparison, the strategy and
-the learning rate to the id and the model of the latest run."""
+the learning rate to the latest run's id and its pickled model, or to the error of pickling."""
 
 
 def keep_model(spec: RunSpec, model: nn.Module) -> None:
-    """Keep a run's model, and drop the model of the strategy's previous repeat."""
+    """Keep a copy of a run's model, and drop the model of the strategy's previous repeat.
+
+    The copy is pickled, because the model may hold memory of the device, also in its hooks.
+    """
     if any(comparison != spec.comparison for comparison, *_ in _models):
         _models.clear()
-    _models[spec.comparison, spec.strategy, spec.learning_rate] = spec.run_id, model
+    kept: list[bytearray] | UserError
+    try:
+        kept = [*map(bytearray, dump(model, for_ranks=False))]
+    except Exception as error:  # noqa: BLE001  ``trained_model`` raises it
+        kept = UserError(f"This model cannot be pickled ({summary_of(error)}).")
+    _models[spec.comparison, spec.strategy, spec.learning_rate] = spec.run_id, kept
 
 
 def trained_model(run_id: str) -> nn.Module:
     """Return the trained model of a run, on the CPU and without gradients."""
-    if (model := dict(_models.values()).get(run_id)) is not None:
+    kept = dict(_models.values()).get(run_id)
+    if isinstance(kept, UserError):
+        raise kept
+    if kept is not None:
+        model: nn.Module = load(kept)
         return model
     raise UserError(
         "Rank 0 does not have this model. Rank 0 keeps only the models of the latest "

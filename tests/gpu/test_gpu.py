@@ -147,6 +147,17 @@ def test_dp_finds_the_memory_that_ddp_has_left():
     assert set(result.to_frame().status) == {"finished"}
 
 
+def test_a_strategy_needs_the_same_memory_first_and_last():
+    ddpnb.start(1)
+    names = ("ddp", "local-sgd", "zero", "ddp-overlap-by-hand", "ddp:hook=fp16")
+    result = ddpnb.compare(*names, repeats=2, epochs=2, **DIGITS)
+    peaks: dict[str, set[int]] = {}
+    for run in result.comparison.runs[1:]:  # the first run also loads kernels
+        if run.reports[0].memory.peak:
+            peaks.setdefault(run.name, set()).add(run.reports[0].memory.peak)
+    assert all(max(each) - min(each) < 1e5 for each in peaks.values()), peaks
+
+
 def test_choices_that_need_a_gpu():
     ddpnb.start(2, backend="gloo")
     chosen = {"source": WITH_BATCHNORM, "batch_size": 32, "amp": "bf16"}

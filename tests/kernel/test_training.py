@@ -161,15 +161,17 @@ def test_what_a_cell_measures_is_tabled_and_stored(kernel: Kernel):
     assert kernel.value("'entropy' in _.steps().columns") == "True"
 
 
+HOOK = """self.hook = lambda parameter: self and None
+        for each in replica.parameters: each.register_post_accumulate_grad_hook(self.hook)
+"""
 COUNT = """%%ddp
 import gc, torch
 from torch.nn.parallel import DistributedDataParallel
-from ddpnb.rank import variables
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.training import loop
 
 released, held = loop.release_memory, []
-KINDS = (Strategy, torch.optim.Optimizer, DistributedDataParallel)
+KINDS = (Strategy, torch.optim.Optimizer, DistributedDataParallel, torch.nn.Parameter)
 
 def found():
     gc.collect()
@@ -178,9 +180,7 @@ def found():
 of_earlier_cells = {id(each): each for each in found()}
 
 def count(device):
-    alive = [type(each).__name__ for each in found() if id(each) not in of_earlier_cells]
-    models = [model for _, model in variables._models.values()]
-    held.append(alive + [p for model in models for p in model.parameters() if p.grad is not None])
+    held.append([type(each).__name__ for each in found() if id(each) not in of_earlier_cells])
 
 loop.release_memory = count
 """
@@ -192,6 +192,9 @@ def test_nothing_of_a_finished_strategy_takes_memory_from_the_next(kernel: Kerne
     assert kernel.run(COUNT).passed
     names = "ddp dp async local-sgd gossip zero fsdp hogwild ddp-overlap-by-hand"
     assert kernel.run(COMPARED.replace("compare ddp", f"compare {names}"), timeout=120).passed
+    assert kernel.run(
+        OWN + AVERAGING.replace("self.optimizer =", f"{HOOK}        self.optimizer =")
+    ).passed
     kernel.run(OWN + AVERAGING.replace("return loss", "return None"))
     kernel.run(OWN + AVERAGING.replace("replica.update", "missing"))
     assert kernel.run("%ddp_inspect --task digits --bucket-cap 0.01").passed

@@ -33,6 +33,7 @@ LOOKED_AT = {
     "has_print_options": "torch._tensor_str:PRINT_OPTS",
     "lists_finalizers": "weakref:finalize._registry",
     "counts_ddp_parameters": "torch.nn.parallel:DistributedDataParallel._get_ddp_logging_data",
+    "lists_gradient_hooks": "torch:Tensor.register_post_accumulate_grad_hook",
     "lists_step_hooks": "torch.optim:Optimizer.register_step_pre_hook",
     "follows_calls": "ipyparallel:Client.send_apply_request",
     "replaces_heartbeats": "ipyparallel.controller.heartmonitor:HeartMonitor.start",

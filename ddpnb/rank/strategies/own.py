@@ -29,6 +29,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from ddpnb.compat.torch_internals import remove_gradient_hooks
 from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies.base import Plan, Strategy
@@ -81,6 +82,8 @@ class UserStrategy(Strategy):
         raise UserError(f"{name}.finish() returned {kind_of(model)}. Return the trained model.")
 
     def close(self) -> None:
-        """Call the user's ``close`` method if it exists."""
+        """Call the user's ``close`` method if it exists, and remove the class's hooks."""
         if callable(close := getattr(self._strategy, "close", None)):
             close()
+        if hasattr(self, "worker"):
+            remove_gradient_hooks(self.worker.model)

@@ -18,7 +18,7 @@ from ddpnb.protocol.messages import Evaluating, Evaluation, RunReport
 from ddpnb.protocol.processes import atomic_write
 from ddpnb.rank.training.evaluation import MAX_SAMPLES, Score, estimate_batchnorm, score
 from ddpnb.rank.training.run_metrics import RunMetrics
-from ddpnb.rank.training.snapshots import Snapshots, copied, load_state
+from ddpnb.rank.training.snapshots import Snapshots, load_state
 
 MAX_ON_THE_WAY = 2_000
 """Default maximum number of held-out samples on which a copy of the model is evaluated."""
@@ -37,13 +37,12 @@ def judged(
 
     ``keep`` is called with the model before the evaluation.  Then each copy is loaded into the
     model, evaluated and dropped.  If ``should_stop`` returns True, later copies are skipped.
-    Afterwards the model has its trained weights again, in the host's memory and without gradients.
     """
     judge = _Judge(model, metrics, snapshots)
     judge.estimate_batchnorm()
     keep(model)
     _save(model, metrics)
-    report, trained = metrics.report(), copied(model.state_dict())
+    report = metrics.report()
     try:
         held_out = judge.score(is_held_out=True)
         report = replace(
@@ -58,10 +57,6 @@ def judged(
             report = replace(report, evaluations=judge.curve(should_stop))
     except KeyboardInterrupt:
         report = replace(report, evaluation_was_cut=True)
-    finally:
-        with judge.marked("could not restore the trained weights"):
-            load_state(model, trained)
-        model.cpu().zero_grad()  # ``keep`` stored it, and the next run needs the GPU's memory
     return report
 
 
