@@ -37,7 +37,7 @@ MESSAGES = {
         "rank/collectives/mismatch.py: _settle begin",
     ),
     "Why does a comparison not start?": (
-        "session/comparison_spec.py: __post_init__ _check_memory refuse_magics",
+        "session/comparison_spec.py: __post_init__ _check_device refuse_magics",
         "protocol/training_options.py: __post_init__ make_training_spec",
         "session/comparison.py: with_devices _check_target",
         "session/machine.py: disturbance",

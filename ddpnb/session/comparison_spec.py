@@ -50,7 +50,7 @@ class ComparisonSpec:
             names = ", ".join(STRATEGIES)
             raise UserError(f"Name the strategies to compare, one or more of: {names}.")
         for strategy in self.strategies:
-            _check_memory(strategy, self.training)
+            _check_device(strategy, self.training)
         task = self.training.task
         if task != CELL_TASK and self.training.source.strip():
             raise UserError(f"Use either --task {task} or a cell that defines the task, not both.")
@@ -123,14 +123,19 @@ def make_comparison(
     )
 
 
-def _check_memory(strategy: str, training: TrainingSpec) -> None:
-    """Raise UserError if a strategy on emulated devices needs shared memory."""
-    name = parse_strategy(strategy).name
-    given = [option for option in ("devices", "link") if getattr(training, option)]
-    if given and name in STRATEGIES and STRATEGIES[name].needs_shared_memory:
+def _check_device(strategy: str, training: TrainingSpec) -> None:
+    """Raise UserError if a strategy cannot run on the emulated devices of a training."""
+    choice = parse_strategy(strategy)
+    if choice.name not in STRATEGIES or not (training.is_emulated or training.link):
+        return
+    needs = "shared memory" if STRATEGIES[choice.name].needs_shared_memory else ""
+    if choice.options.get("threads") == "all":
+        needs = "the threads of all ranks"
+    if needs:
+        given = "Use --devices real" if training.is_emulated else "Remove --link"
         raise UserError(
-            f"{name} needs shared memory, so it cannot run on emulated devices. "
-            f"Remove --{given[0]}, or remove {name} from the comparison."
+            f"{strategy} needs {needs}, so it cannot run on emulated devices. "
+            f"{given}, or remove {strategy} from the comparison."
         )
 
 
