@@ -25,13 +25,11 @@ from benchmarks.measure import Figure
 from benchmarks.rank_calls import rank_calls
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState, StepEvent
-from ddpnb.rank.collectives.intercept import listening
-from ddpnb.rank.meter import Account, Meter
+from ddpnb.rank.clock import Clock, MeasuredClock
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.tasks import digits
 from ddpnb.rank.tasks.base import Supervised
-from ddpnb.rank.training.timing import Clock
 from ddpnb.rank.worker import Batch, Worker
 from ddpnb.session.session import only_session
 
@@ -212,7 +210,7 @@ def _rates(
         num_samples=256,
         num_global=256,
     )
-    clock = Clock(on)
+    clock = MeasuredClock(on)
     timed, untimed = (_strategy(on, folder, timer) for timer in (clock, None))
     ways: list[Callable[[], float]] = [
         partial(_rate, timed, batch, on, clock),
@@ -242,7 +240,7 @@ def _strategy(device: torch.device, folder: Path, timer: Clock | None) -> Strate
             num_steps=1,
             folder=folder,
             name="bench",
-            meter=timer or Meter(),
+            clock=timer or Clock(),
         )
     )
     return strategy
@@ -254,7 +252,7 @@ def _rate(
     began = time.perf_counter()
     if clock is not None:
         clock.start()
-    with contextlib.nullcontext() if clock is None else listening(Account(clock)):
+    with contextlib.nullcontext() if clock is None else clock.running():
         for _ in range(num_steps):
             loss = strategy.step(batch)
             if clock is not None:

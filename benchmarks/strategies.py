@@ -7,6 +7,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import dataclass, replace
+from contextlib import nullcontext
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,14 +19,13 @@ from torch import Tensor, nn
 
 from benchmarks.measure import Figure
 from ddpnb.protocol.messages import StepEvent
-from ddpnb.rank.meter import Meter
+from ddpnb.rank.clock import Clock, MeasuredClock
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.tasks import digits
 from ddpnb.rank.tasks.base import CLASSIFY
 from ddpnb.rank.tasks.batches import moved
 from ddpnb.rank.tasks.samples import TensorSamples
-from ddpnb.rank.training.timing import Clock
 from ddpnb.rank.worker import Batch, Worker
 
 NUM_RANKS = 2
@@ -89,7 +89,7 @@ class Trainer:
     """One strategy on one rank, which trains on the same batch in every step."""
 
     def __init__(self, case: Case, rank: int, folder: Path, is_timed: bool, is_ours: bool) -> None:
-        self.clock = Clock(torch.device("cpu")) if is_timed else None
+        self.clock = MeasuredClock(torch.device("cpu")) if is_timed else None
         self.strategy: Strategy = make_strategy("ddp", {})
         torch.manual_seed(0)
         model = digits.model()
@@ -119,23 +119,24 @@ class Trainer:
                 num_steps=1,
                 folder=folder,
                 name="bench",
-                meter=self.clock or Meter(),
+                clock=self.clock or Clock(),
             )
         )
 
     def seconds(self) -> float:
         """Return the seconds of one step."""
-        dist.barrier()
-        began = time.perf_counter()
-        if self.clock is not None:
-            self.clock.start()
-        loss = self.strategy.step(self.fetched())
-        if self.clock is not None:
-            self.clock.timing(StepEvent(num_samples=self.batch.num_samples), {"loss": loss})
-        else:
-            loss.item()
-        dist.barrier()
-        return time.perf_counter() - began
+        with nullcontext() if self.clock is None else self.clock.running():
+            dist.barrier()
+            began = time.perf_counter()
+            if self.clock is not None:
+                self.clock.start()
+            loss = self.strategy.step(self.fetched())
+            if self.clock is not None:
+                self.clock.timing(StepEvent(num_samples=self.batch.num_samples), {"loss": loss})
+            else:
+                loss.item()
+            dist.barrier()
+            return time.perf_counter() - began
 
     def fetched(self) -> Batch:
         """Return the batch; if the comparison includes fetching, fetch it as in a training."""

@@ -1,4 +1,4 @@
-"""Puts twenty-five faults into a copy of ddpnb, one at a time. The tests must catch each fault.
+"""Puts twenty-seven faults into a copy of ddpnb, one at a time. The tests must catch each fault.
 
 ``python -m tests.mutants`` makes all faults one after the other. ``python -m tests.mutants 3 7``
 makes only faults 3 and 7.
@@ -24,8 +24,8 @@ tests/rank/test_conformance.py -k 'several and ring-by-hand'
 
 micro-batches of unequal size have the same weight
 rank/worker.py
-- share = micro_batch.num_samples / num_samples
-+ share = 1 / len(micro_batches)
+- share=size / self.num_rows, is_last
++ share=1 / num, is_last
 tests/rank/test_conformance.py -k 'several and central'
 
 DiLoCo's outer optimizer uses plain momentum instead of Nesterov's
@@ -65,15 +65,27 @@ rank/collectives/mismatch.py
 tests/faults/test_collective_checks.py -k 'nothing_is_lost and type'
 
 a call counts the bytes of its tensor instead of its messages
-rank/collectives/table.py
-- round(self.messages.num_bytes)
-+ self.num_bytes
+rank/clock.py
+- sent=cost.sent, received=cost.received
++ sent=call.num_bytes, received=call.num_bytes
 tests/rank/test_trace.py -k every_call
+
+the root of a reduce is any rank
+rank/collectives/table.py
+- - root) % num_ranks
++ + root) % num_ranks
+tests/rank/test_trace.py -k 'same_bytes and 4'
+
+a message that is under way hides nothing
+rank/clock.py
+- call.notes.pop(self), self.moment()
++ self.moment(), self.moment()
+tests/unit/rank/test_clock.py -k agree
 
 an emulated all-reduce has one message too many
 protocol/costs.py
-- an all-gather", "2 (N - 1)"
-+ an all-gather", "2 N - 1"
+- return Cost(2 * (num - 1), around, around, around)
++ return Cost(2 * num - 1, around, around, around)
 tests/rank/test_laboratory.py -k 'its_messages and ddp-2'
 
 every epoch uses the first epoch's order

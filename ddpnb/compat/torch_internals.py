@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import CodeType
 from typing import Any, NamedTuple
@@ -74,6 +74,37 @@ def replace_function(name: str, make: Callable[[Callable[..., Any]], Callable[..
         names = vars(module) if module_name.startswith("torch.") else {}
         if names.get(name) is original:
             names[name] = replacement
+
+
+@Probe("torch", "the time of a backward pass counts as a part of the forward pass")
+def runs_backward_in_one_function() -> bool:
+    """Return True if ``backward`` and ``grad`` call one function, which ddpnb can replace."""
+    return hasattr(torch.autograd, "_engine_run_backward") and all(
+        "_engine_run_backward" in function.__code__.co_names
+        for function in (torch.autograd.backward, torch.autograd.grad)
+    )
+
+
+@contextmanager
+def around_backward(entered: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """In this context, call ``entered`` for each backward pass, and enter the result meanwhile."""
+    if not runs_backward_in_one_function.works:
+        yield
+        return
+    autograd: Any = torch.autograd
+    original = autograd._engine_run_backward
+
+    @not_compiled
+    @functools.wraps(original)
+    def run(*arguments: Any, **options: Any) -> Any:
+        with entered():
+            return original(*arguments, **options)
+
+    autograd._engine_run_backward = run
+    try:
+        yield
+    finally:
+        autograd._engine_run_backward = original
 
 
 _KEY = "ADInplaceOrView"

@@ -1,4 +1,4 @@
-"""Computes the number of messages and bytes that a collective sends.  Used in every process.
+"""Computes how long a collective takes and how many bytes it sends.  Used in every process.
 
 N ranks take part, and each rank has B bytes.  In a scatter, each rank receives B bytes.  L is log2
 N, rounded up: the number of rounds of a binomial tree.  In the tree, a rank sends the message to K
@@ -14,10 +14,7 @@ Parallel Computing 35(12), 2009 (double trees, as NCCL has them).
 """
 
 import math
-import re
-from collections.abc import Mapping, Sequence
-from functools import cache
-from types import CodeType
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from ddpnb.protocol.notation import LinkSpec
@@ -26,100 +23,212 @@ BUCKET_BYTES = 25 * 2**20
 """The default size of DDP's buckets (``bucket_cap_mb``)."""
 
 
-class Messages(NamedTuple):
-    """The messages that the busiest link of an exchange sends one after another."""
+class Cost(NamedTuple):
+    """The cost of a collective: its time on the busiest link, and the bytes of one rank."""
 
-    number: float
+    num_rounds: float
+    """Number of messages that follow one another, because each message needs the one before."""
     num_bytes: float = 0.0
-    """Total number of bytes of these messages."""
+    """Number of bytes that the busiest link sends in all these rounds."""
+    sent: float = 0.0
+    """Number of bytes that this rank sends."""
+    received: float = 0.0
+    """Number of bytes that this rank receives."""
 
     def seconds(self, link: LinkSpec) -> float:
-        """Return how long the messages take on a link."""
-        return self.number * link.latency_seconds + self.num_bytes * 8 / link.bits_per_second
+        """Return how long the exchange takes on a link."""
+        return self.num_rounds * link.latency_seconds + self.num_bytes * 8 / link.bits_per_second
 
 
 class Algorithm(NamedTuple):
-    """The algorithm of a collective.  Its formulas of N, L, B and K are also shown to users."""
+    """The algorithm of a collective, with formulas of N, L, B and K to show to users."""
 
+    cost: Callable[[float, int, int], Cost]
+    """Function of B, N and a rank's place.  The root has place 0, and the next rank place 1."""
     name: str
-    messages: str
-    """Formula of the number of messages that the busiest link sends one after another."""
+    rounds: str
     num_bytes: str
-    """Formula of the total number of bytes of these messages."""
-    others_send: str = ""
-    """Formula of the bytes that a rank sends; if empty, ``num_bytes`` is used."""
-    root_sends: str = ""
-    """Formula of the bytes that the root sends; empty if the root sends the same as other ranks."""
+    sent: str
 
-    @property
-    def sent(self) -> str:
-        """The formula of the bytes that a rank sends, for users."""
-        sent = self.others_send or self.num_bytes
-        return f"root: {self.root_sends}; other ranks: {sent}" if self.root_sends else sent
-
-    def cost(self, size: float, num_ranks: int) -> Messages:
-        """Return the messages that the busiest link sends one after another."""
-        return Messages(*(_value(each, size, num_ranks) for each in self[1:3]))
-
-    def bytes_sent(self, size: float, num_ranks: int, place: int) -> float:
-        """Return the bytes that a rank sends.  The root has ``place`` 0, the next rank 1, ..."""
-        if num_ranks == 1:
-            return 0.0
-        formula = self.others_send or self.num_bytes
-        return _value((place == 0 and self.root_sends) or formula, size, num_ranks, place)
+    def of(self, size: float, num_ranks: int, place: int = 0) -> Cost:
+        """Return the cost; a single rank sends nothing."""
+        return self.cost(size, num_ranks, place) if num_ranks > 1 else Cost(0)
 
 
-def _value(formula: str, size: float, num_ranks: int, place: int = 0) -> float:
-    """Return the value of a formula in the tables below."""
-    depth = math.ceil(math.log2(num_ranks))
-    children = sum(place < 2**k and place + 2**k < num_ranks for k in range(depth))
-    named = {"N": num_ranks, "L": depth, "B": size, "K": children}
-    return float(eval(_compiled(formula), named))
+def _ring_all_reduce(size: float, num: int, _: int) -> Cost:
+    around = 2 * (num - 1) * size / num
+    return Cost(2 * (num - 1), around, around, around)
 
 
-@cache
-def _compiled(formula: str) -> CodeType:
-    return compile(re.sub(r"(?<=[\dNLBK)]) (?=[(NLBK])", "*", formula), formula, "eval")
+def _ring_all_gather(size: float, num: int, _: int) -> Cost:
+    around = (num - 1) * size
+    return Cost(num - 1, around, around, around)
 
 
-_ALL_REDUCE_BYTES = "2 (N - 1) B / N"
-RING = Algorithm("ring: a reduce-scatter, then an all-gather", "2 (N - 1)", _ALL_REDUCE_BYTES)
+def _ring_reduce_scatter(size: float, num: int, _: int) -> Cost:
+    around = (num - 1) * size / num
+    return Cost(num - 1, around, around, around)
 
+
+def _to_each_other(size: float, num: int, _: int) -> Cost:
+    each = (num - 1) * size / num
+    return Cost(1, each, each, each)
+
+
+def _tree_broadcast(size: float, num: int, place: int) -> Cost:
+    depth = _depth(num)
+    return Cost(depth, depth * size, _children(num, place) * size, size if place else 0)
+
+
+def _tree_reduce(size: float, num: int, place: int) -> Cost:
+    depth = _depth(num)
+    return Cost(depth, depth * size, size if place else 0, _children(num, place) * size)
+
+
+def _gather(size: float, num: int, place: int) -> Cost:
+    every = (num - 1) * size
+    return Cost(1, every, sent=size if place else 0, received=0 if place else every)
+
+
+def _scatter(size: float, num: int, place: int) -> Cost:
+    every = (num - 1) * size
+    return Cost(1, every, sent=0 if place else every, received=size if place else 0)
+
+
+def _barrier(size: float, num: int, place: int) -> Cost:
+    return Cost(_depth(num))
+
+
+def _send(size: float, num: int, place: int) -> Cost:
+    return Cost(1, size, sent=size)
+
+
+def _recv(size: float, num: int, place: int) -> Cost:
+    return Cost(1, size, received=size)
+
+
+def _ring_reduce(size: float, num: int, place: int) -> Cost:
+    around, part = 2 * (num - 1) * size / num, size / num
+    return Cost(
+        2 * (num - 1),
+        around,
+        sent=(num - 1) * part + (part if place else 0),
+        received=(num - 1) * part + (0 if place else (num - 1) * part),
+    )
+
+
+def _chain_broadcast(size: float, num: int, place: int) -> Cost:
+    return Cost(num - 1, size, size if place < num - 1 else 0, size if place else 0)
+
+
+def _chain_reduce(size: float, num: int, place: int) -> Cost:
+    return Cost(num - 1, size, size if place else 0, 0 if place == 1 else size)
+
+
+def _double_tree(size: float, num: int, _: int) -> Cost:
+    sent = 2 * (num - 1) * size / num  # the mean over all ranks
+    return Cost(2 * _depth(num), 2 * size, sent, sent)
+
+
+def _depth(num: int) -> int:
+    return math.ceil(math.log2(num))
+
+
+def _children(num: int, place: int) -> int:
+    """Return K: the number of ranks to which a rank sends in a binomial tree."""
+    return sum(place < 2**k and place + 2**k < num for k in range(_depth(num)))
+
+
+_AROUND = "2 (N - 1) B / N"
 COLLECTIVES: Mapping[str, Algorithm] = {
-    "all_reduce": RING,
-    "all_gather": Algorithm("ring", "N - 1", "(N - 1) B"),
-    "reduce_scatter": Algorithm("ring", "N - 1", "(N - 1) B / N"),
-    "all_to_all": Algorithm("each rank sends to every other rank", "N - 1", "(N - 1) B / N"),
-    "broadcast": Algorithm("binomial tree", "L", "L B", "K B"),
-    "reduce": Algorithm("binomial tree", "L", "L B", "B", "0"),
-    "gather": Algorithm("each rank sends its bytes to the root", "N - 1", "(N - 1) B", "B", "0"),
-    "scatter": Algorithm("root sends a part to each rank", "N - 1", "(N - 1) B", "0", "(N - 1) B"),
-    "barrier": Algorithm(
-        "dissemination: in round k, each rank notifies the rank 2^k places after it", "L", "0"
+    "all_reduce": Algorithm(
+        _ring_all_reduce,
+        "ring: a reduce-scatter, then an all-gather",
+        "2 (N - 1)",
+        _AROUND,
+        _AROUND,
     ),
-    "send": Algorithm("one message", "1", "B"),
-    "recv": Algorithm("one message", "1", "B", "0"),
+    "all_gather": Algorithm(_ring_all_gather, "ring", "N - 1", "(N - 1) B", "(N - 1) B"),
+    "reduce_scatter": Algorithm(
+        _ring_reduce_scatter, "ring", "N - 1", "(N - 1) B / N", "(N - 1) B / N"
+    ),
+    "all_to_all": Algorithm(
+        _to_each_other,
+        "each rank sends to every other rank",
+        "1",
+        "(N - 1) B / N",
+        "(N - 1) B / N",
+    ),
+    "broadcast": Algorithm(_tree_broadcast, "binomial tree", "L", "L B", "K B"),
+    "reduce": Algorithm(_tree_reduce, "binomial tree", "L", "L B", "root: 0; other ranks: B"),
+    "gather": Algorithm(
+        _gather,
+        "each rank sends its bytes to the root",
+        "1",
+        "(N - 1) B",
+        "root: 0; other ranks: B",
+    ),
+    "scatter": Algorithm(
+        _scatter,
+        "root sends a part to each rank",
+        "1",
+        "(N - 1) B",
+        "root: (N - 1) B; other ranks: 0",
+    ),
+    "barrier": Algorithm(
+        _barrier,
+        "dissemination: in round k, each rank notifies the rank 2^k places after it",
+        "L",
+        "0",
+        "0",
+    ),
+    "send": Algorithm(_send, "one message", "1", "B", "B"),
+    "recv": Algorithm(_recv, "one message", "1", "B", "0"),
 }
-"""The algorithms that emulated devices and predictions use, by name of the collective."""
+"""The usual algorithm of each collective.  The count of a run's bytes uses these algorithms."""
 
 GLOO: Mapping[str, Algorithm] = {
     "reduce": Algorithm(
+        _ring_reduce,
         "ring: a reduce-scatter, then each rank sends its part to the root",
         "2 (N - 1)",
-        _ALL_REDUCE_BYTES,
-        "B",
-        "(N - 1) B / N",
+        _AROUND,
+        "root: (N - 1) B / N; other ranks: B",
     ),
     "reduce_scatter": Algorithm(
+        _ring_all_reduce,
         "ring: an all-reduce of all bytes, then each rank keeps its part",
         "2 (N - 1)",
-        _ALL_REDUCE_BYTES,
+        _AROUND,
+        _AROUND,
     ),
 }
 """Gloo's algorithms that differ from ``COLLECTIVES``.  Byte counts on sockets confirm them."""
 
+NCCL: Mapping[str, Algorithm] = {
+    "broadcast": Algorithm(
+        _chain_broadcast,
+        "chain from the root, in small parts",
+        "N - 1",
+        "B",
+        "last rank: 0; other ranks: B",
+    ),
+    "reduce": Algorithm(
+        _chain_reduce,
+        "chain to the root, in small parts",
+        "N - 1",
+        "B",
+        "root: 0; other ranks: B",
+    ),
+}
+"""NCCL's algorithms that differ from ``COLLECTIVES``; also of emulated cards and of ``dp``."""
+
 DOUBLE_TREE = Algorithm(
-    "double tree: each tree sends half of the bytes, in parts", "2 L", "2 B", _ALL_REDUCE_BYTES
+    _double_tree,
+    "double tree: each tree sends half of the bytes, in parts",
+    "2 L",
+    "2 B",
+    _AROUND,
 )
 """NCCL's double-tree all-reduce.  On average, ranks send the same number of bytes as in a ring."""
 
@@ -130,10 +239,11 @@ BEST = "best"
 def algorithm_of(name: str, backend: str = "") -> Algorithm | None:
     """Return a backend's algorithm for a collective such as ``"all_reduce"``; None if unknown.
 
-    Without a backend, return the algorithm of emulated devices.
+    Without a backend, return the usual algorithm.
     """
     plain = name.removesuffix("_coalesced").removesuffix("_single")
-    return (GLOO if backend == "gloo" else {}).get(plain) or COLLECTIVES.get(plain)
+    own = {"gloo": GLOO, "nccl": NCCL}.get(backend, {})
+    return own.get(plain) or COLLECTIVES.get(plain)
 
 
 # -- exchanges during a phase that computes ------------------------------------------------

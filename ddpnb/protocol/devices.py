@@ -152,6 +152,11 @@ class Devices:
         return REPLICA_SECONDS_PER_TENSOR * MODELS[self.model].num_tensors if self.model else 0.0
 
     @property
+    def backend(self) -> str:
+        """The backend whose algorithms the devices use: NCCL for cards, and otherwise the usual."""
+        return "nccl" if self.card else ""
+
+    @property
     def num_per_host(self) -> int:
         """The largest number of devices on one host."""
         return -(-self.num // self.num_hosts)

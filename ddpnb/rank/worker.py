@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ddpnb.rank.cancellation import CancellationToken
+from ddpnb.rank.clock import Clock
 from ddpnb.rank.collectives.flat import local
 from ddpnb.rank.laboratory import Laboratory
-from ddpnb.rank.meter import Meter
 from ddpnb.rank.tasks.base import CLASSIFY, OptimizerFactory, StepFunction, split_step
 from ddpnb.rank.tasks.batches import Shard, Tree, num_rows, rows
 
@@ -111,8 +111,8 @@ class Worker:
     """A private directory that the ranks of this host share."""
     name: str
     """A prefix of file names in ``folder``, unique to this training."""
-    meter: Meter = field(default_factory=Meter)
-    """Counts seconds and bytes.  Code that sends messages reports each message to the meter."""
+    clock: Clock = field(default_factory=Clock)
+    """Measures the phases of a step, and counts bytes.  By default, the clock is off."""
     activations: Activations = field(default_factory=Activations)
     """Measures the memory that autograd keeps for one forward pass."""
     accumulate: int = 1
@@ -123,6 +123,8 @@ class Worker:
     """The emulated devices to which this worker belongs; None if the worker's time is measured."""
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     """List of the optimizers that the method ``optimizer`` has made, in order."""
+    mean_loss: Tensor = field(init=False)
+    """The mean loss over the samples of this step's micro-batches, as a detached scalar tensor."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
     """Metrics that the task's step function has returned in this step, without the loss."""
     staleness: int | None = None
@@ -134,9 +136,6 @@ class Worker:
     """Notes to show with the results, such as facts that a strategy finds out in ``setup``."""
     num_prefetched: int = 0
     """Number of shards that a worker takes in advance, so that it can fetch the samples early."""
-    delay: Callable[[], None] = lambda: None
-    """Slows this worker if a fault is injected.  ``delay`` is called in each step, between the
-    forward and the backward pass."""
     joins: bool = False
     """True if this rank joins a run in progress, without a process group with the other ranks."""
     cancellation: CancellationToken = field(default_factory=CancellationToken)
@@ -164,15 +163,40 @@ class Worker:
             return nullcontext()
         return torch.autocast(self.device.type, self.amp)
 
-    def compute_gradients(
+    def micro_batches(self, batch: Batch) -> Iterator[Batch]:
+        """Yield the micro-batches of a step: one, or several with gradient accumulation."""
+        self.mean_loss = torch.zeros((), device=self.device)
+        yield from batch.split(self.accumulate)
+
+    def loss(
         self,
-        batch: Batch,
-        *,
-        weight: float = 1.0,
+        micro_batch: Batch,
         model: nn.Module | None = None,
-        loss_of: Callable[[Batch, float], Tensor] | None = None,
-        unsynced: Callable[[], AbstractContextManager[object]] = nullcontext,
+        *,
+        loss_of: Callable[[Batch], Tensor] | None = None,
     ) -> Tensor:
+        """Run the forward pass, and return the mean loss over the micro-batch, of shape ().
+
+        Args:
+            micro_batch: the samples, on this rank's device.
+            model: a wrapped model to call instead of the plain model.
+            loss_of: a function to call instead of the task's step.
+        """
+
+        def forward() -> Tensor:
+            if loss_of is not None:
+                return loss_of(micro_batch)
+            called = self.model if model is None else model
+            result = self.training_step(called, micro_batch.tree)
+            return self.loss_in(result, micro_batch.share)
+
+        self.clock.forward(micro_batch.num_samples)
+        with self.autocast():
+            loss = self.activations.of(forward, self.model)
+        self.mean_loss += micro_batch.share * loss.detach()
+        return loss
+
+    def compute_gradients(self, batch: Batch, *, weight: float = 1.0) -> Tensor:
         """Run the forward and backward passes on a batch, one micro-batch after the other.
 
         Afterwards each parameter's ``grad`` is ``weight`` times the gradient of the mean loss.
@@ -180,36 +204,15 @@ class Worker:
         Args:
             batch: the samples, on this rank's device.
             weight: a factor for the gradients, e.g. this worker's share of the global batch.
-            model: a wrapped model to call instead of the plain model.
-            loss_of: computes a micro-batch's loss from the micro-batch and its share of the batch.
-            unsynced: context of all micro-batches except the last, e.g. DDP's ``no_sync``.
 
         Returns:
             The mean loss over the batch, before any update, as a detached scalar tensor.
         """
-        called = self.model if model is None else model
-        called.zero_grad()
-        micro_batches = batch.split(self.accumulate)
-        num_samples = sum(each.num_samples for each in micro_batches)
-        total = torch.zeros((), device=self.device)
-        meter = self.meter
-        for number, micro_batch in enumerate(micro_batches, start=1):
-            share = micro_batch.num_samples / num_samples
-            with unsynced() if number < len(micro_batches) else nullcontext():
-                meter.compute("forward", micro_batch.num_samples)
-                forward = partial(loss_of or partial(self._loss_of, called), micro_batch, share)
-                with self.autocast():
-                    loss = self.activations.of(forward, self.model)
-                self.delay()
-                meter.compute("backward", micro_batch.num_samples)
-                (loss * (weight * share)).backward()
-            total += share * loss.detach()
-        meter.computed()
-        meter.backward_ended()
-        return total
-
-    def _loss_of(self, called: nn.Module, batch: Batch, share: float) -> Tensor:
-        return self.loss_in(self.training_step(called, batch.tree), share)
+        self.model.zero_grad()
+        for micro_batch in self.micro_batches(batch):
+            loss = self.loss(micro_batch)
+            (weight * micro_batch.share * loss).backward()
+        return self.mean_loss
 
     def loss_in(self, result: Tensor | Mapping[str, Any], share: float = 1.0) -> Tensor:
         """Return the loss in a result of the task's step; add other numbers to ``metrics``.
@@ -234,7 +237,6 @@ class Worker:
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Update the parameters with the optimizer's ``step``."""
-        self.meter.begin("optimizer")
         optimizer.step()
 
 
@@ -248,9 +250,13 @@ class Batch:
     """The number of items of the data set from which the batch was made."""
     num_global: int
     """The number of samples in the global batch, over all workers."""
-    most_parts: int | None = None
+    max_micro_batches: int | None = None
     """Maximum number of micro-batches: the size of the smallest shard, so that all workers make the
     same number of micro-batches.  If None, the maximum is this shard's size."""
+    share: float = 1.0
+    """For a micro-batch: its share of the samples of this worker's batch."""
+    is_last: bool = True
+    """For a micro-batch: True if it is the last in its batch."""
 
     @property
     def weight(self) -> float:
@@ -262,18 +268,22 @@ class Batch:
         """The number of samples in ``tree``.  ``collate_fn`` may drop or add samples."""
         return num_rows(self.tree, self.num_samples)
 
-    def split(self, num_parts: int) -> list[Batch]:
-        """Split the batch into ``num_parts`` micro-batches.  The maximum is ``most_parts``."""
-        if num_parts == 1:
+    def split(self, num: int) -> list[Batch]:
+        """Split the batch into ``num`` micro-batches, but at most ``max_micro_batches``."""
+        if num == 1:
             return [self]
-        num = min(num_parts, self.most_parts or self.num_samples, self.num_rows)
-        return self.cut(map(len, torch.arange(self.num_rows, device="cpu").tensor_split(num)))
+        num = min(num, self.max_micro_batches or self.num_samples, self.num_rows)
+        sizes = [len(each) for each in torch.arange(self.num_rows, device="cpu").tensor_split(num)]
+        return [
+            replace(each, share=size / self.num_rows, is_last=number == num)
+            for number, (size, each) in enumerate(zip(sizes, self.cut(sizes), strict=True), start=1)
+        ]
 
     def cut(self, sizes: Iterable[int]) -> list[Batch]:
         """Return slices of the batch with the given sizes.  Raises the same errors as ``rows``."""
-        parts, begin, num_all = [], 0, self.num_rows
+        slices, begin, num_all = [], 0, self.num_rows
         for size in sizes:
-            part = rows(self.tree, begin, begin + size, num_all)
-            parts.append(replace(self, tree=part, num_samples=size))
+            tree = rows(self.tree, begin, begin + size, num_all)
+            slices.append(replace(self, tree=tree, num_samples=size))
             begin += size
-        return parts
+        return slices

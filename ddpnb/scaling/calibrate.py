@@ -133,7 +133,10 @@ def _stated(measured: Measured, devices: Devices) -> tuple[Workload, Machine]:
         replica_seconds=devices.seconds_per_replica,
     )
     here = Machine(
-        link=devices.host_link, inside=devices.device_link, ranks_per_host=devices.num_per_host
+        link=devices.host_link,
+        inside=devices.device_link,
+        ranks_per_host=devices.num_per_host,
+        backend=devices.backend,
     )
     return work, here
 
@@ -156,7 +159,10 @@ def _fitted(measured: Measured) -> tuple[Workload, Machine]:
         overlaps=not measured.shares_cores,
     )
     cores = measured.cores if measured.shares_cores else math.inf
-    here = Machine(link=FREE, cores_per_host=cores, is_link_of_cores=measured.shares_cores)
+    backend = "nccl" if measured.device == "cuda" else ""
+    here = Machine(
+        link=FREE, cores_per_host=cores, is_link_of_cores=measured.shares_cores, backend=backend
+    )
     return _with_link(work, here, measured) if measured.has_exchange else (work, here)
 
 

@@ -18,9 +18,9 @@ from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.costs import (
     BEST,
     BUCKET_BYTES,
-    COLLECTIVES,
     DOUBLE_TREE,
     Ready,
+    algorithm_of,
     in_turn,
     num_parts,
 )
@@ -88,6 +88,8 @@ class Machine:
     ranks_per_host: float = math.inf
     algorithm: str = "ring"
     """The algorithm of all-reduces.  ``BEST`` means the faster of ring and double tree."""
+    backend: str = ""
+    """``"nccl"`` if the devices are GPUs, real or emulated."""
     cores_per_host: float = math.inf
     """Number of cores that the ranks of a host share; infinite if each rank has one device."""
     is_link_of_cores: bool = False
@@ -178,10 +180,12 @@ class Situation:
 
     def exchange(self, name: str, num_bytes: float) -> float:
         """Return the seconds of a collective."""
-        found, link = [COLLECTIVES[name]], self.machine.link_of(self.num_ranks)
+        usual, link = algorithm_of(name, self.machine.backend), self.machine.link_of(self.num_ranks)
+        assert usual is not None, "strategies use only known collectives"
+        found = [usual]
         if name == "all_reduce" and self.machine.algorithm == BEST:
             found.append(DOUBLE_TREE)
-        return min(each.cost(num_bytes, self.num_ranks).seconds(link) for each in found)
+        return min(each.of(num_bytes, self.num_ranks).seconds(link) for each in found)
 
     def gathering(self) -> float:
         """Return the seconds of an all-gather, in which each rank contributes one part."""
@@ -227,9 +231,11 @@ def _after(case: Situation, *names: str) -> float:
 
 def _dp(case: Situation) -> float:
     """Return the seconds of a DataParallel step.  Samples and outputs add only latencies."""
-    case = replace(case, machine=replace(case.machine, ranks_per_host=math.inf))  # one process
+    one_process = replace(case.machine, ranks_per_host=math.inf, backend="nccl")
+    case = replace(case, machine=one_process)
     python = case.num_ranks * case.work.replica_seconds
-    sent = 2 * case.exchange("gather", case.size) + 3 * case.exchange("gather", 0.0)
+    sent = case.exchange("broadcast", case.size) + case.exchange("reduce", case.size)
+    sent += 3 * case.exchange("gather", 0.0)
     return case.computing() + python + sent
 
 

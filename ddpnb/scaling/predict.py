@@ -199,6 +199,7 @@ def _placed(found: Calibration, question: Question) -> tuple[Workload, Machine]:
         link=parse_link(question.link),
         inside=parse_link(question.inside or INSIDE) if per_host else None,
         algorithm=algorithm,
+        backend=machine.backend if is_ring else "nccl",
         ranks_per_host=per_host or 1,
     )
     work = replace(work, together=work.alone)

@@ -5,7 +5,7 @@ from functools import cache
 
 import numpy as np
 
-from ddpnb.protocol.costs import Messages
+from ddpnb.protocol.costs import Cost
 from ddpnb.protocol.notation import LinkSpec
 
 SLICE_SECONDS = 3e-3
@@ -22,7 +22,7 @@ def server_bound(link: LinkSpec, size: float, compute: float, num_workers: int) 
     limits are asymptotes of a closed queue, reached if all times are constant (Denning, Buzen, "The
     Operational Analysis of Queueing Network Models", ACM Computing Surveys 10(3), 1978).
     """
-    message = Messages(1, size).seconds(link)
+    message = Cost(1, size).seconds(link)
     busiest = message - link.latency_seconds
     alone = num_workers / (compute + 2 * message)
     return min(alone, 1 / busiest) if busiest > 0 else alone

@@ -10,7 +10,7 @@ import ddpnb
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import StepEvent
-from ddpnb.rank.training.timing import MAX_PENDING, Clock
+from ddpnb.rank.clock import MAX_PENDING, MeasuredClock
 from ddpnb.session.errors import RankError
 from ddpnb.session.session import only_session
 
@@ -201,7 +201,7 @@ def test_the_parts_of_a_step_add_up_on_the_gpus_own_clock_which_stands_still_whi
     """After an hour, milliseconds in float32 would have a resolution of only 0.1 ms."""
     device = torch.device("cuda", 0)
     matrix = torch.randn(2048, 2048, device=device)
-    clock = Clock(device)
+    clock = MeasuredClock(device)
     clock.start()
     clock.seconds = before = 3600.0
     timings = []

@@ -23,6 +23,7 @@ PROBES = {
 }
 LOOKED_AT = {
     "intercepts_collectives": "torch.distributed:ProcessGroup.unbox",
+    "runs_backward_in_one_function": "torch.autograd:_engine_run_backward",
     "skips_frames": "torch:_C._dynamo.eval_frame.set_code_exec_strategy",
     "records_collectives": "torch:_C._distributed_c10d._dump_fr_trace_json",
     "lists_groups": "torch.distributed.distributed_c10d:_World.pg_names",

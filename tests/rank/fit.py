@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpnb.protocol.messages import Memory, RankState
-from ddpnb.rank.collectives.intercept import listening
-from ddpnb.rank.meter import Account, Traffic
+from ddpnb.rank.clock import MeasuredClock
 from ddpnb.rank.servers.memory import PackedTensors, pack
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Strategy
@@ -109,7 +108,8 @@ class Problem:
 class StepReport(NamedTuple):
     loss: Tensor
     num_samples: int
-    traffic: Traffic = Traffic()
+    num_bytes_sent: int = 0
+    num_bytes_received: int = 0
     staleness: int | None = None
 
 
@@ -180,17 +180,20 @@ def drive(
 ) -> Fit:
     """Train on every shard of the strategy. ``fields`` replaces fields of the worker."""
     context = problem.context(strategy, state, folder)
-    worker = replace(context.worker("t", num_steps=context.schedule.num_steps), **fields)
+    clock = MeasuredClock(context.device)
+    worker = context.worker("t", num_steps=context.schedule.num_steps, clock=clock)
+    for name, value in fields.items():
+        setattr(worker, name, value)
     strategy.setup(worker)
     reports = []
-    with listening(Account(worker.meter)), context.source(strategy.shards()) as source:
+    clock.start()
+    with clock.running(), context.source(strategy.shards()) as source:
         for number, (shard, tree) in enumerate(source):
             if before_step is not None:
                 before_step(state.rank, number)
             batch = context.batch(shard, tree)
             loss = strategy.step(batch)
-            traffic = worker.meter.take()
-            reports.append(StepReport(loss, batch.num_samples, traffic, worker.staleness))
+            reports.append(StepReport(loss, batch.num_samples, *clock.take(), worker.staleness))
     memory = strategy.memory()
     return replace(fit_of(strategy.finish(), reports), memory=memory)
 

@@ -18,8 +18,8 @@ from ddpnb.protocol.devices import parse_devices
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.inspection import InspectSpec
 from ddpnb.protocol.messages import RankState
+from ddpnb.rank.clock import Clock
 from ddpnb.rank.inspect import ddp_steps, subject
-from ddpnb.rank.meter import Meter
 from ddpnb.rank.training.context import Surroundings
 from tests.rank.ranks import make_state
 
@@ -108,7 +108,7 @@ class Event(NamedTuple):
         return ended.milliseconds - self.milliseconds
 
 
-class GpuClock(Meter):
+class GpuClock(Clock):
     """The clock of a GPU that has an hour of work queued whenever gloo's thread asks for a time."""
 
     def moment(self) -> Event:
@@ -117,7 +117,7 @@ class GpuClock(Meter):
 
 
 def inspected_on_a_gpu(state: RankState, folder: Path) -> Any:
-    with patch.object(ddp_steps, "Clock", lambda _: GpuClock()):
+    with patch.object(ddp_steps, "MeasuredClock", lambda _: GpuClock()):
         return inspected(state, folder, True, {"bucket_caps": (0.0001,)})[1]
 
 

@@ -3,11 +3,12 @@
 import contextlib
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from ddpnb.rank.clock import MeasuredClock
 from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.collectives.trace import TraceRecorder
-from ddpnb.rank.meter import Account, Meter
 
 SETUP = """
 import threading, time
@@ -62,7 +63,7 @@ RIGHT = {
 }
 
 LISTENERS = {
-    "account": lambda _: listening(Account(Meter())),
+    "clock": lambda _: listening(MeasuredClock(torch.device("cpu"))),
     "trace": lambda rank: listening(TraceRecorder(rank)),
 }
 

@@ -62,7 +62,7 @@ EXCHANGE = {
     ("ring-by-hand", 3): ring(3),
     ("central", 3): 4 * (LATENCY + TRANSFER),
     ("gossip", 2): LATENCY + TRANSFER,
-    ("dp", 3): 2 * (5 * LATENCY + 2 * TRANSFER + 8 * (16 + 8 + 8) * 8 / 1e6),
+    ("dp", 3): 4 * LATENCY + 2 * TRANSFER + 3 * LATENCY + 2 * 8 * (16 + 8 + 8) * 8 / 1e6,
 }
 """Seconds of a step's messages, which each strategy's file lists, by strategy and ranks."""
 

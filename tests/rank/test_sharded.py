@@ -66,7 +66,7 @@ def test_fsdp_sends_its_part_for_each_gather_and_scatter(ranks, accumulate):
     problem = replace(WIDE_PROBLEM, accumulate=accumulate)
     for word, num_gathers in (("fsdp", 2 * accumulate), ("fsdp:reshard=off", accumulate)):
         for one in ranks(3).call(by_strategy, word, problem):
-            assert one.reports[0].traffic.sent == 2 * part * (num_gathers + 1)
+            assert one.reports[0].num_bytes_sent == 2 * part * (num_gathers + 1)
 
 
 def test_layers_are_what_is_called_by_itself_and_shares_nothing():

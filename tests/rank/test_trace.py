@@ -8,13 +8,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpnb.protocol.costs import algorithm_of
 from ddpnb.protocol.processes import portable
-from ddpnb.protocol.trace import SHOWN, CollectiveSpec, RankSpans, Span
+from ddpnb.protocol.trace import ROOTED, SHOWN, CollectiveSpec, RankSpans, Span
+from ddpnb.rank.clock import MeasuredClock
 from ddpnb.rank.collectives import trace
 from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.collectives.trace import TraceRecorder
 from ddpnb.rank.connections import bytes_sent
+from ddpnb.rank.inspect import collective
 from ddpnb.rank.inspect.collective import show
-from ddpnb.rank.meter import Account, Meter
 from ddpnb.reports.inside.collective import CollectiveResult
 
 SIZE = 30_000
@@ -25,10 +26,11 @@ def calls_of_all_kinds(state, folder) -> tuple[RankSpans, int | None, int]:
     spans, the bytes on the sockets, and the bytes in a run's account."""
     from torch.distributed.fsdp import fully_shard  # takes a second
 
-    num, rank, meter = state.world_size, state.rank, Meter()
+    num, rank, clock = state.world_size, state.rank, MeasuredClock(torch.device("cpu"))
+    model = DistributedDataParallel(nn.Linear(200, 100))
     dist.barrier()
     before = bytes_sent()
-    with listening(TraceRecorder(rank)) as recorder, listening(Account(meter)):
+    with listening(TraceRecorder(rank)) as recorder, listening(clock):
         mine = torch.full((SIZE,), float(rank))
         parts = [torch.zeros(SIZE) for _ in range(num)]
         dist.all_reduce(mine, async_op=True).wait()
@@ -46,7 +48,6 @@ def calls_of_all_kinds(state, folder) -> tuple[RankSpans, int | None, int]:
             dist.send(mine, 1)
         elif rank == 1:
             dist.recv(mine, 0)
-        model = DistributedDataParallel(nn.Linear(200, 100))
         for _ in range(2):
             model(torch.ones(4, 200)).sum().backward()
         sharded = nn.Sequential(nn.Linear(120, 120), nn.Linear(120, 120))
@@ -55,7 +56,7 @@ def calls_of_all_kinds(state, folder) -> tuple[RankSpans, int | None, int]:
         dist.barrier()
         spans = recorder.spans()
     counted = None if portable() else bytes_sent() - before
-    return spans, counted, meter.take().sent
+    return spans, counted, clock.take()[0]
 
 
 def sent_by_formula(span: Span, *backend: str) -> float:
@@ -65,7 +66,7 @@ def sent_by_formula(span: Span, *backend: str) -> float:
         return float(span.num_bytes or 0)
     if algorithm is None or not span.num_bytes:
         return 0.0
-    return sum(algorithm.bytes_sent(span.num_bytes, num, place) for place in range(num)) / num
+    return sum(algorithm.of(span.num_bytes, num, place).sent for place in range(num)) / num
 
 
 def test_every_call_is_recorded_once_with_the_bytes_on_the_sockets(ranks):
@@ -121,14 +122,55 @@ def shown(state, folder, spec: CollectiveSpec):
     return show(spec, device=torch.device("cpu"))
 
 
-@pytest.mark.parametrize("name", SHOWN)
-def test_a_collective_shown_sends_what_its_formula_says(ranks, name):
-    spec = CollectiveSpec(name=name, ranks=(0, 1, 2), num_bytes=240_000)
+def test_a_collective_shown_counts_the_bytes_on_the_sockets(ranks):
+    spec = CollectiveSpec(name="gather", ranks=(0, 1, 2), num_bytes=240_000)
     result = CollectiveResult(spec, ranks(3).call(shown, spec))
     assert portable() == ("The bytes are computed" in result.text())
     for each in result.shown:
         by_formula = pytest.approx(result.sent_by_formula(each.rank), abs=8_000)
         assert each.num_bytes_sent == (None if portable() else by_formula)
+
+
+NUMBERS = 20 * 2520
+"""Each of 1 to 9 ranks divides it."""
+
+
+def bytes_of_all(state, folder) -> dict[tuple[str, int], tuple[int, int, int | None]]:
+    """Return the bytes that this rank sent and received in each collective, by name and root.
+
+    The clock of a run has counted the first two numbers. The third is from the sockets.
+    """
+    clock, num, found = MeasuredClock(torch.device("cpu")), state.world_size, {}
+    for name in SHOWN:
+        for root in range(num if name in ROOTED else 1):
+            given = {"root": root} if name in ROOTED else {}
+            spec = CollectiveSpec(name=name, ranks=tuple(range(num)), **given)
+            call = collective._call(spec, dist.group.WORLD, NUMBERS, torch.device("cpu"))
+            dist.barrier()
+            before = bytes_sent()
+            with listening(clock):
+                call.make()
+            counted = None if before is None else bytes_sent() - before
+            found[name, root] = *clock.take(), counted
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 10))
+def test_clock_formula_and_sockets_count_the_same_bytes_of_every_collective(ranks, num_ranks):
+    found = ranks(num_ranks).call(bytes_of_all)
+    for name, root in found[0]:
+        for rank, each in enumerate(found):
+            sent, received, on_sockets = each[name, root]
+            place = (rank - root) % num_ranks
+            usual, by_gloo = (algorithm_of(name, how) for how in ("", "gloo"))
+            cost = usual.of(4 * NUMBERS, num_ranks, place)
+            assert (sent, received) == pytest.approx((cost.sent, cost.received), abs=1), name
+            if on_sockets is not None:
+                expected = by_gloo.of(4 * NUMBERS, num_ranks, place).sent
+                headers = 600 * num_ranks**2
+                assert on_sockets == pytest.approx(expected, abs=headers), name
+        all_sent, all_received, _ = zip(*(each[name, root] for each in found), strict=True)
+        assert sum(all_sent) == pytest.approx(sum(all_received), abs=num_ranks), name
 
 
 TENS = [((10 * rank, 10 * rank + 1, 10 * rank + 2, 10 * rank + 3),) for rank in (1, 2, 3)]

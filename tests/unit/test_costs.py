@@ -1,10 +1,12 @@
 """The docs, the formulas and all collectives use the same table of costs."""
 
+import math
+import re
 from pathlib import Path
 
 import pytest
 
-from ddpnb.protocol.costs import COLLECTIVES, DOUBLE_TREE, GLOO, algorithm_of, in_turn
+from ddpnb.protocol.costs import COLLECTIVES, DOUBLE_TREE, GLOO, NCCL, Cost, algorithm_of, in_turn
 from ddpnb.rank.collectives.table import METHODS
 from ddpnb.scaling.model import bucket_sizes
 
@@ -12,6 +14,7 @@ LABORATORY = Path(__file__).parents[2] / "docs" / "emulated-devices.md"
 TABLE = {
     **COLLECTIVES,
     **{f"{name}, by gloo": each for name, each in GLOO.items()},
+    **{f"{name}, by NCCL": each for name, each in NCCL.items()},
     "all_reduce, by double-tree": DOUBLE_TREE,
 }
 
@@ -19,25 +22,35 @@ TABLE = {
 def test_the_page_has_the_table():
     rows = [line for line in LABORATORY.read_text().splitlines() if line.startswith("| `")]
     cells = {
-        name: (each.name, each.messages, each.num_bytes, each.sent) for name, each in TABLE.items()
+        name: (each.name, each.rounds, each.num_bytes, each.sent) for name, each in TABLE.items()
     }
     shown = [f"| `{name}` | {' | '.join(row)} |" for name, row in cells.items()]
     assert [row for row in rows if row.removeprefix("| `").partition("`")[0] in TABLE] == shown
 
 
-@pytest.mark.parametrize(
-    ("name", "num", "cost", "sent"),
-    [
-        ("all_reduce", 3, (4, 1120), [1120] * 3),
-        ("broadcast", 5, (3, 2520), [2520, 840, 0, 0, 0]),
-        ("reduce, by gloo", 4, (6, 1260), [630, 840, 840, 840]),
-        ("scatter", 3, (2, 1680), [1680, 0, 0]),
-        ("all_reduce, by double-tree", 8, (6, 1680), [1470] * 8),
-    ],
-)
-def test_formulas_are_what_is_computed(name, num, cost, sent):
-    assert TABLE[name].cost(840, num) == cost
-    assert [TABLE[name].bytes_sent(840, num, place) for place in range(num)] == sent
+def value(formula: str, num: int, place: int) -> float:
+    """Return the value of a formula on the page, for B = 840."""
+    first, *others = formula.split("; ")
+    if others:  # "root: ...; other ranks: ...", or "last rank: ...; other ranks: ..."
+        special = 0 if first.startswith("root") else num - 1
+        formula = (first if place == special else others[0]).partition(": ")[2]
+    depth = math.ceil(math.log2(num))
+    below = sum(place < 2**k and place + 2**k < num for k in range(depth))
+    written = re.sub(r"(?<=[\dNLBK)]) (?=[(NLBK])", "*", formula)
+    return float(eval(written, {"N": num, "B": 840, "L": depth, "K": below}))
+
+
+@pytest.mark.parametrize("num", range(2, 17))
+@pytest.mark.parametrize("name", TABLE)
+def test_what_is_computed_is_the_formula_on_the_page(name, num):
+    algorithm = TABLE[name]
+    costs = [algorithm.of(840, num, place) for place in range(num)]
+    for place, cost in enumerate(costs):
+        shown = (algorithm.rounds, algorithm.num_bytes, algorithm.sent)
+        assert cost[:3] == pytest.approx([value(each, num, place) for each in shown])
+    if name not in ("send", "recv"):  # each byte that is sent is received
+        assert sum(c.sent for c in costs) == pytest.approx(sum(c.received for c in costs))
+    assert algorithm.of(840, 1) == Cost(0)
 
 
 def test_every_call_of_torch_is_in_it():

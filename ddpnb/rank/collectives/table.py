@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpnb.protocol.costs import Messages, algorithm_of
+from ddpnb.protocol.costs import Cost, algorithm_of
 from ddpnb.rank.collectives.flat import num_bytes
 
 NO_ROOT = -1
@@ -130,29 +130,16 @@ class Call:
         except KeyError:
             return ()
 
-    @property
-    def messages(self) -> Messages:
-        """The successive messages on the busiest link, or no messages if the group has one rank."""
-        algorithm, num_ranks = algorithm_of(self.name), self.group.size()
-        assert algorithm is not None, "each collective of METHODS has an algorithm"
-        return algorithm.cost(self.num_bytes, num_ranks) if num_ranks > 1 else Messages(0)
+    def cost(self, scale: float = 1.0, backend: str = "") -> Cost:
+        """Return the call's messages and this rank's bytes, if all tensors were ``scale`` larger.
 
-    @property
-    def traffic(self) -> tuple[int, int]:
-        """Bytes that this rank sends and bytes that it receives, according to usual algorithms.
-
-        Each rank counts the bytes on the busiest link.  But if the collective has a root, only the
-        root counts these bytes.  Every other rank counts the bytes of its own tensors.
+        Without a backend, the cost is that of the usual algorithm.
         """
-        collective, carried = self.collective, round(self.messages.num_bytes)
-        if collective.is_message:
-            return (carried, 0) if collective.name == "send" else (0, carried)
-        if collective.root is None or not carried:
-            return carried, carried
-        is_root, own = self.group.rank() == self.root, self.num_bytes
-        if collective.root_is == "from":
-            return (carried, 0) if is_root else (0, own)
-        return (0, carried) if is_root else (own, 0)
+        algorithm = algorithm_of(self.name, backend)
+        assert algorithm is not None, "each collective of METHODS has an algorithm"
+        num_ranks, root = self.group.size(), max(self.root, 0)
+        place = (self.group.rank() - root) % num_ranks
+        return algorithm.of(scale * self.num_bytes, num_ranks, place)
 
 
 def tensors_in(argument: Any) -> list[Tensor]:

@@ -24,18 +24,15 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpnb.protocol.devices import Compute, Devices
 from ddpnb.protocol.inspection import Bucket, CapReport, InspectSpec
 from ddpnb.protocol.trace import Lane, Span
+from ddpnb.rank.clock import Clock, MeasuredClock, Moment, seconds_between, synchronize
 from ddpnb.rank.collectives.flat import num_bytes
-from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.inspect.subject import Subject, subject_of
 from ddpnb.rank.laboratory import ComputeTimes, Laboratory, measured
 from ddpnb.rank.laboratory.clock import VirtualClock
-from ddpnb.rank.laboratory.exchanges import Exchanges
-from ddpnb.rank.meter import Meter, Moment, synchronize
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.strategies.ddp import DEFAULT_CAP_MB
 from ddpnb.rank.tasks.batches import copied, tensors_of
 from ddpnb.rank.training.context import Surroundings
-from ddpnb.rank.training.timing import Clock, seconds_between
 
 NUM_WARMUP_STEPS: Final = 3
 """Number of steps before the measurement.  The first steps are slow, because DDP forms its final
@@ -60,11 +57,10 @@ def measure(spec: InspectSpec, here: Surroundings) -> tuple[CapReport, ...]:
             with contextlib.ExitStack() as opened:
                 stepper = _Stepper(subject, cap, device)
                 if laboratory is not None:
-                    clock, path = VirtualClock(laboratory, own), here.folder / f"inspect-{number}"
-                    exchanges = Exchanges(clock, path, here.cancellation.check)
-                    opened.enter_context(closing(exchanges))
-                    opened.enter_context(listening(exchanges))
-                    stepper.clock, stepper.ends = clock, exchanges.ends
+                    path = here.folder / f"inspect-{number}"
+                    clock = VirtualClock(laboratory, own, path, here.cancellation.check)
+                    opened.enter_context(opened.enter_context(closing(clock)).running())
+                    stepper.clock, stepper.ends = clock, clock.ends
                 reports.append(stepper.report())
     return tuple(reports)
 
@@ -99,7 +95,7 @@ class _Stepper:
     def __init__(self, subject: Subject, cap_mb: float, device: torch.device) -> None:
         self._subject = subject
         self._cap_mb = cap_mb
-        self.clock: Meter = Clock(device)
+        self.clock: Clock = MeasuredClock(device)
         self.ends: deque[float] | None = None
         """End times of the step's exchanges on emulated devices, or None on real devices."""
         self._num_samples = len(next(tensors_of(subject.batch)))
@@ -155,14 +151,13 @@ class _Stepper:
         if self.ends is not None:
             self._base_seconds = phases[0]
         self.clock.begin_step(self._num_samples)
-        self.clock.compute("forward", self._num_samples)
+        self.clock.forward(self._num_samples)
         loss = self._subject.loss_of(self._ddp, batch)
-        self.clock.compute("backward", self._num_samples)
+        self.clock.computed()
         phases.append(self.clock.moment())
         if self.ends is not None:
             self.ends.clear()
         loss.backward()
-        self.clock.computed()
         for (index, (begun, _)), end in zip(self._sent.items(), self.ends or (), strict=False):
             self._sent[index] = begun, end  # later ends belong to DDP's other messages
         phases.append(self.clock.moment())

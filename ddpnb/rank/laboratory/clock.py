@@ -1,58 +1,120 @@
 """The clock of an emulated device computes times instead of waiting.  Runs on the ranks.
 
-The length of a compute phase is known when the phase begins.  When the phase has issued a part of
+The length of a computing phase is known when the phase begins.  When the phase has issued a part of
 its bytes, the clock has advanced by the same part of this length.  For example, half of DDP's bytes
 are issued after half of the backward pass.
+
+A collective begins when the last of its ranks is ready and the link of the group is free.  A
+collective takes as long as its messages (see ``ddpnb.protocol.costs``).  A message between two
+ranks begins when the sender is ready.  The interceptor gets all calls, for example from DDP's C++
+code, from FSDP and from the user's own code.
 """
 
 import contextlib
+import itertools
+import math
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import final
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, final
 
+import torch
 from torch import Tensor
 
-from ddpnb.protocol.costs import Messages
+from ddpnb.compat import torch_internals
+from ddpnb.protocol.costs import Cost, algorithm_of, in_turn, num_parts
 from ddpnb.protocol.devices import FORWARD_SHARE
+from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Parts, StepEvent
+from ddpnb.rank.clock import Clock, Moment, Phase, completed
+from ddpnb.rank.collectives.board import Board
+from ddpnb.rank.collectives.sums import SharedSums
+from ddpnb.rank.collectives.table import Call
 from ddpnb.rank.laboratory import Laboratory
-from ddpnb.rank.meter import Meter, Moment, Phase, completed
+
+LEAST_BYTES: Final = 1 << 14
+"""Minimum number of bytes for a sum in shared memory.  Gloo computes smaller sums equally fast."""
+GATHERS = ("all_gather", "broadcast", "scatter")
+"""Prefixes of the names of collectives that provide input for the caller's next computation."""
+SUMS = ("all_reduce", "reduce", "send")
+"""Calls with which strategies send gradients or weights that they have copied to a buffer."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pending:
+    """An issued collective with an end time that the clock has not computed yet."""
+
+    call: Call
+    number: int
+    num_parts: int
+    seconds: float
+    """Seconds that each part of the call takes."""
+    is_late: bool
+    """True if Python's wait does not count: on a GPU, only the end of the pass would wait."""
+    end: float = math.nan
 
 
 @final
-class VirtualClock(Meter):
-    """Virtual time of a device, or of the slowest device if a process emulates several devices."""
+class VirtualClock(Clock):
+    """Virtual time of a device, or of the slowest device if a process emulates several devices.
 
-    num_steps_ahead = 0
+    Args:
+        laboratory: the emulated devices.
+        ranks: the devices of this process.
+        path: path prefix of the files that the ranks share in the run folder.
+        check: function that raises an error if this rank should stop waiting.
+    """
 
-    def __init__(self, laboratory: Laboratory, ranks: range) -> None:
+    def __init__(
+        self, laboratory: Laboratory, ranks: range, path: Path, check: Callable[[], None]
+    ) -> None:
         super().__init__()
-        self.seconds = 0.0
-        """Virtual seconds since the run began."""
-        self.is_paused = False
-        """True while exchanges take no time."""
         self.laboratory = laboratory
         self.scale = laboratory.scale
         self._ranks = ranks
+        self._path, self._check = path, check
+        self._is_paused = False
+        """True while exchanges take no time."""
         self._usual_bytes = laboratory.scale * laboratory.num_bytes
-        """Gradient size in bytes.  ddpnb assumes this size for a phase that has not ended yet."""
-        self._phase: Phase = "data"
+        """Gradient size in bytes.  The clock assumes this size for a phase that has not ended."""
+        self._phase: Phase | None = "data"
         self._since = 0.0
         self._spent: dict[str, float] = {}
         self._step = 0
         self._delay_left = 0.0
-        self.settle: Callable[[], None] = lambda: None
-        """Function that advances the clock to the end of the exchanges that C++ code waited for."""
-        self._unplanned = 0
-        """Number of samples of the current step; 0 after its first compute phase has begun."""
-        self._computing: Phase = "data"
-        """The compute phase to which ``_length`` and ``_progress`` belong."""
+        self._unplanned = self._forwarded = 0
+        """Samples of this step that have not begun a forward pass, or not a backward pass."""
+        self._computing: Phase = "forward"
+        """The computing phase to which ``_length`` and ``_progress`` belong."""
         self._length, self._progress = 0.0, 1.0
         self._num_issued = self._num_produced = 0.0
         """Bytes that the phase has issued, and bytes of gradients that the phase has produced."""
         self._all_issued: dict[Phase, float] = {}
         """Number of bytes that each phase had issued when the phase last ended."""
+        self._copied_share = 0.0
+        """Share of the gradients that this step has copied to buffers, from 0 to 1."""
+        self._boards: dict[str, Board] = {}
+        self._sums = SharedSums(path, check)
+        self._numbers: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
+        """Counters of a group's collectives (key -1), and of the messages between two ranks."""
+        self._calls: deque[_Pending] = deque()
+        self.ends: deque[float] = deque(maxlen=1000)
+        """End times of the latest collectives."""
+        self._free: defaultdict[str, float] = defaultdict(float)
+        """Time from which each group's links are free, the same on all ranks of the group."""
+        self._sends_until = self._receives_until = 0.0
+        self._gathered_at = 0.0
+        """Time at which the computing phase began, or at which its latest gather ended."""
 
-    # -- a step -----------------------------------------------------------------------------
+    def close(self) -> None:
+        """Remove the files.  Calling ``close`` twice is safe."""
+        for board in self._boards.values():
+            board.close()
+        self._sums.close()
+
+    # -- the steps of a run -------------------------------------------------------------------
 
     def start(self) -> None:
         """Start to count time, once per run.  A late worker's time starts when the worker joins."""
@@ -61,27 +123,74 @@ class VirtualClock(Meter):
 
     def begin_step(self, num_samples: int) -> None:
         """Begin a step on ``num_samples`` samples of this worker."""
-        self._unplanned = num_samples
+        self._unplanned, self._forwarded, self._copied_share = num_samples, 0, 0.0
         self._delay_left = max(self.laboratory.times.delay(rank) for rank in self._ranks)
 
-    def begin(self, phase: Phase, at: Moment = None) -> Phase:
+    def timing(self, step: StepEvent, values: Mapping[str, Tensor]) -> list[StepEvent]:
+        """End a step, and return the step with its times."""
+        self._compute_unplanned()
+        self.computed()
+        self.enter("data")
+        parts, self._spent = Parts(**self._spent), {}
+        self._step += 1
+        return [completed(step, self.seconds, parts, values)]
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """In this context, exchanges take no time, because they do not belong to a step."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    # -- the phases of a step -----------------------------------------------------------------
+
+    def enter(self, phase: Phase | None, at: Moment = None) -> Phase | None:
         """Count the time after ``at`` (default: now) as ``phase``; return the previous phase."""
         before, until = self._phase, self.seconds if at is None else at
-        self._spent[before] = self._spent.get(before, 0.0) + until - self._since
+        name = before or self._computing
+        self._spent[name] = self._spent.get(name, 0.0) + until - self._since
         self._since, self._phase = until, phase
         return before
 
-    def compute(self, phase: Phase, num_samples: int) -> None:
-        """Begin a compute phase on ``num_samples`` samples."""
-        self._unplanned = 0
+    def moment(self) -> Moment:
+        """Return the virtual time."""
+        return self.seconds
+
+    def forward(self, num_samples: int) -> None:
+        """Begin a forward pass on ``num_samples`` samples."""
+        self._unplanned, self._forwarded = 0, num_samples
+        self._compute("forward", num_samples)
+
+    @contextlib.contextmanager
+    def _backward(self) -> Iterator[None]:
+        """Advance to the end of a backward pass and of the calls that its C++ code waits for.
+
+        If no forward pass was announced, the step's first backward pass is for all samples.
+        """
+        if not self.is_own_thread() or self._phase == "communication" or self._is_paused:
+            yield
+            return
+        if self._unplanned:
+            self.forward(self._unplanned)
+        if num_samples := self._forwarded:
+            self._forwarded = 0
+            self._compute("backward", num_samples)
+        yield
+        self.computed()
+
+    def _compute(self, phase: Phase, num_samples: int) -> None:
+        """Begin a computing phase on ``num_samples`` samples."""
         self._compute_rest()
         if phase == "backward":
             self.seconds += self._delay_left
             self._delay_left = 0.0
-        self.begin(phase)
+        self.enter(phase)
         share = FORWARD_SHARE if phase == "forward" else 1 - FORWARD_SHARE
         self._computing, self._progress, self._num_produced = phase, 0.0, 0.0
         self._length = share * self._work(num_samples)
+        self._gathered_at = self.seconds
         if phase == "forward" and len(self._ranks) > 1:
             self._length += len(self._ranks) * self.laboratory.devices.seconds_per_replica
 
@@ -91,87 +200,38 @@ class VirtualClock(Meter):
         self._advance(self._num_produced / self._usual_bytes)
 
     def computed(self) -> None:
-        """Advance until the compute phase and all exchanges that C++ has issued are complete."""
-        self._compute_unplanned()
+        """Advance until the computing phase and all exchanges that it waits for are complete."""
         self._compute_rest()
-        self.settle()
+        waited_for = [each for each in self._calls if each.is_late or each.call.is_in_cpp]
+        if waited_for:
+            self._settle(waited_for[-1])
 
-    def moment(self) -> Moment:
-        """Return the virtual time."""
-        return self.seconds
+    def wait_until(self, end: float) -> None:
+        """Advance to a later time, and count the difference as communication."""
+        if end > self.seconds:
+            before = self.enter("communication")
+            self.seconds = end
+            self.enter(before)
 
-    def hide(self, begun: Moment, ended: Moment) -> None:
-        """Count the time between two virtual times as hidden communication."""
-        self._spent["hidden"] = self._spent.get("hidden", 0.0) + ended - begun
-
-    def timing(self, step: StepEvent, values: Mapping[str, Tensor]) -> list[StepEvent]:
-        """End a step, and return the step with its times."""
-        self.computed()
-        self.begin("data")
-        parts, self._spent = Parts(**self._spent), {}
-        self._step += 1
-        return [completed(step, self.seconds, parts, values)]
-
-    def stop(self) -> list[StepEvent]:
-        """Return an empty list, because ``timing`` has already returned every step."""
-        return []
-
-    def end(self) -> None:
-        """Do nothing, because ``seconds`` already includes the time after the last step."""
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """In this context, exchanges take no time, because they do not belong to a step."""
-        self.is_paused = True
-        try:
-            yield
-        finally:
-            self.is_paused = False
-
-    # -- computing and exchanging -----------------------------------------------------------
-
-    def issue(self, num_bytes: float, *, is_needed: bool) -> tuple[float, float]:
-        """Advance to the time of a call; return when the call's first and last bytes are ready.
-
-        ``is_needed`` is True if later computation needs the call's result, as for FSDP's gathers.
-        If ``is_needed`` is False, earlier computation has produced the bytes that the call sends.
-        """
-        self._compute_unplanned()
-        if self._progress >= 1.0:
-            return self.seconds, self.seconds
-        usual = max(self._all_issued.get(self._computing, self._usual_bytes), 1.0)
-        begun = self._num_issued / usual
-        self._num_issued += num_bytes
-        first = self.seconds
-        self._advance(begun if is_needed else self._num_issued / usual)
-        return (self.seconds if is_needed else first), self.seconds
+    def exchange(self, name: str, num_bytes: float, num_devices: int, scale: float = 1.0) -> None:
+        """Advance the clock by the time of a collective between this process's devices."""
+        algorithm = algorithm_of(name, "nccl")  # only GPUs are the devices of one process
+        assert algorithm is not None
+        cost = algorithm.of(scale * num_bytes, num_devices)
+        self.wait_until(self.seconds + cost.seconds(self.laboratory.devices.device_link))
 
     def _compute_rest(self) -> None:
-        """Advance to the end of the current compute phase, if any."""
+        """Advance to the end of the current computing phase, if any."""
         if self._progress < 1.0:
             self._advance(1.0)
         if self._num_issued:
             self._all_issued[self._computing], self._num_issued = self._num_issued, 0.0
 
     def _compute_unplanned(self) -> None:
-        """If the strategy has not begun a compute phase, advance by the time of a whole step."""
-        num_samples, self._unplanned = self._unplanned, 0
-        if num_samples:
-            self.compute("forward", num_samples)
-            self.compute("backward", num_samples)
-            self._compute_rest()
-
-    def exchange(self, num_messages: int, num_bytes: float, *, is_scaled: bool = True) -> None:
-        """Advance the clock by the time that this process's devices need to send the messages."""
-        messages = Messages(num_messages, num_bytes * (self.scale if is_scaled else 1.0))
-        self.wait_until(self.seconds + messages.seconds(self.laboratory.devices.device_link))
-
-    def wait_until(self, end: float) -> None:
-        """Advance to a later time, and count the difference as communication."""
-        if end > self.seconds:
-            before = self.begin("communication")
-            self.seconds = end
-            self.begin(before)
+        """If the step has not begun to compute, advance by the time of a whole step."""
+        if self._unplanned:
+            with self._backward():
+                pass
 
     def _advance(self, progress: float) -> None:
         progress = min(max(progress, self._progress), 1.0)
@@ -183,3 +243,146 @@ class VirtualClock(Meter):
         each = -(-num_samples // len(self._ranks))
         factors = (self.laboratory.times.factor(rank, self._step) for rank in self._ranks)
         return max(factors) * self.laboratory.times.work(each)
+
+    # -- collectives --------------------------------------------------------------------------
+
+    def begin(self, call: Call) -> None:
+        """Post the time at which this rank is ready for a call."""
+        if self._is_paused:
+            return
+        cost = call.cost(self.scale, self.laboratory.devices.backend)
+        if not (call.is_in_cpp and call.name == "broadcast"):  # DDP's buffers are not counted
+            self.count(sent=cost.sent, received=cost.received)
+        if call.group.size() == 1:
+            return
+        if not self.is_own_thread():
+            raise UserError(
+                f"A thread of rank {call.group.rank()} called {call.name}. On emulated devices, "
+                "only the thread that runs the step can communicate. Call it in the step, or "
+                "remove --devices and --link."
+            )
+        self._compute_unplanned()
+        if call.name in SUMS:
+            self._copy(call)
+        if call.collective.is_message:
+            self._begin_message(call, cost)
+            return
+        group, size = call.group, self.scale * call.num_bytes
+        ready = self._ready(size, is_needed=call.name.startswith(GATHERS))
+        number = next(self._numbers[group.group_name, -1])
+        self._board(group.group_name, group.size()).post(number, group.rank(), ready)
+        num = num_parts(size, ready)
+        part = call.cost(self.scale / num, self.laboratory.devices.backend)
+        pending = _Pending(
+            call=call,
+            number=number,
+            num_parts=num,
+            seconds=part.seconds(self.laboratory.devices.link_between(call.ranks)),
+            is_late=self.gathers_ahead and call.name.startswith("reduce_scatter"),
+        )
+        call.notes[self] = partial(self._settle, pending)
+        self._calls.append(pending)
+
+    def _copy(self, call: Call) -> None:
+        """Advance by the time that copies to and from buffers add to a step, e.g. DDP's buckets."""
+        num = sum(tensor.numel() for tensor in call.tensors)
+        share = min(4 * self.scale * num / self._usual_bytes, 1.0 - self._copied_share)
+        self._copied_share += share
+        self.seconds += share * self.laboratory.devices.wrapper_seconds
+
+    def _ready(self, num_bytes: float, *, is_needed: bool) -> tuple[float, float]:
+        """Advance to the time of a call; return when the call's first and last bytes are ready.
+
+        ``is_needed`` is True if later computation needs the call's result, as for FSDP's gathers.
+        If ``is_needed`` is False, earlier computation has produced the bytes that the call sends.
+        """
+        if self._progress >= 1.0:
+            return self.seconds, self.seconds
+        usual = max(self._all_issued.get(self._computing, self._usual_bytes), 1.0)
+        begun = self._num_issued / usual
+        self._num_issued += num_bytes
+        first = self.seconds
+        self._advance(begun if is_needed else self._num_issued / usual)
+        if is_needed:
+            first = self._gathered_at if self.gathers_ahead else self.seconds
+            return first, first
+        return first, self.seconds
+
+    def make(self, call: Call) -> Any:
+        """Make an all-reduce in shared memory if it sums one large float tensor on the CPU."""
+        tensors, arguments = call.tensors, call.arguments
+        if call.name != "all_reduce" or call.group.size() == 1 or len(tensors) != 1:
+            return None
+        if len(arguments) < 2 or not torch_internals.is_sum(arguments[1]) or not _fits(tensors[0]):
+            return None
+        self._sums.add(call.group, tensors[0].detach().view(-1))
+        return torch_internals.lone_group().allreduce(tensors)
+
+    @contextlib.contextmanager
+    def waiting(self, call: Call) -> Iterator[None]:
+        """Advance to the end of a call that Python code has waited for."""
+        yield
+        if settle := call.notes.pop(self, None):
+            settle()
+
+    def _settle(self, last: _Pending) -> None:
+        """Advance the clock to a call's end, after computing the ends of all earlier calls."""
+        if last.is_late and self._progress < 1.0:
+            return
+        while math.isnan(last.end):
+            self._end(self._calls.popleft())
+        self.wait_until(last.end)
+        if last.call.name.startswith(GATHERS):
+            self._gathered_at = self.seconds
+
+    def _end(self, pending: _Pending) -> None:
+        """Compute the end of a call.  Count the call's time up to now as hidden communication."""
+        name, num_ranks = pending.call.group.group_name, pending.call.group.size()
+        board = self._board(name, num_ranks)
+        ready = [board.read(pending.number, place) for place in range(num_ranks)]
+        now = self.seconds
+        for begin, end in in_turn(pending.seconds, pending.num_parts, ready, self._free[name]):
+            hidden = min(end, now) - min(begin, now)
+            self._spent["hidden"] = self._spent.get("hidden", 0.0) + hidden
+            self._free[name] = pending.end = end
+        self.ends.append(pending.end)
+
+    # -- messages -----------------------------------------------------------------------------
+
+    def _begin_message(self, call: Call, cost: Cost) -> None:
+        """Post the time at which a message is sent, or prepare to wait for a message."""
+        self.computed()
+        if call.collective.is_from_any:
+            return  # the sender is not known yet
+        name, size, is_sent = call.group.group_name, call.group.size(), call.name == "send"
+        own, other = call.group.rank(), call.arguments[1]
+        link = self.laboratory.devices.link_between([call.ranks[own], call.ranks[other]])
+        seconds = cost.seconds(link) - link.latency_seconds
+        place = own * size + other if is_sent else other * size + own
+        board, numbers = self._board(f"{name}.m", size * size), self._numbers[name, place]
+        if is_sent:
+            departs = max(self.seconds, self._sends_until)
+            self._sends_until = departs + seconds
+            board.post(next(numbers), place, (departs, departs))
+            call.notes[self] = partial(self.wait_until, self._sends_until)
+            return
+
+        def receive() -> None:  # messages arrive in the order in which the caller waits for them
+            departed, _ = board.read(next(numbers), place)
+            begins = max(departed + link.latency_seconds, self._receives_until)
+            self._receives_until = begins + seconds
+            self.wait_until(self._receives_until)
+
+        call.notes[self] = receive
+
+    def _board(self, group: str, num_places: int) -> Board:
+        if group not in self._boards:
+            path = self._path.with_name(f"{self._path.name}.{group}.clock")
+            self._boards[group] = Board(path, num_places, self._check)
+        return self._boards[group]
+
+
+def _fits(tensor: Tensor) -> bool:
+    is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
+    is_exact = tensor.dtype in (torch.float32, torch.float64)
+    return is_plain and is_exact and tensor.is_contiguous() and tensor.nbytes >= LEAST_BYTES

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final, final
 
-from ddpnb.protocol.costs import Messages
+from ddpnb.protocol.costs import Cost
 from ddpnb.protocol.notation import LinkSpec
 from ddpnb.rank.laboratory import Laboratory
 
@@ -120,4 +120,4 @@ class VirtualOrder:
 
     def _seconds(self, link: LinkSpec) -> float:
         """Return the seconds that a link takes to send one gradient or one set of parameters."""
-        return Messages(0, self.laboratory.scale * self.laboratory.num_bytes).seconds(link)
+        return Cost(0, self.laboratory.scale * self.laboratory.num_bytes).seconds(link)

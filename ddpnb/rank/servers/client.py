@@ -107,7 +107,7 @@ class Client:
                 parameter.data = tensor
         reply = self._call(RequestKind.BEGIN)
         self._shards.extend(reply.shards)
-        self._worker.meter.wait_until(reply.now)
+        self._worker.clock.wait_until(reply.now)
 
     def shards(self) -> Iterator[int]:
         """Yield the numbers of this worker's shards, until the queue has no more shards."""
@@ -119,23 +119,23 @@ class Client:
 
         If the worker has already updated the shared parameters, ``gradients`` is empty.
         """
-        meter = self._worker.meter
-        with meter.communicating():
-            asked_at = meter.moment()
+        clock = self._worker.clock
+        with clock.communicating():
+            asked_at = clock.moment()
             reply = self._call(RequestKind.STEP, weight, gradients)
-            meter.wait_until(reply.now)
+            clock.wait_until(reply.now)
             if isinstance(asked_at, float) and reply.waited_seconds > 0:  # not virtual time
-                meter.begin("waiting", at=asked_at)
-                meter.begin("communication", at=asked_at + reply.waited_seconds)
-        size = round(meter.scale * self._num_bytes)
-        meter.count(sent=size, received=size)
+                clock.enter("waiting", at=asked_at)
+                clock.enter("communication", at=asked_at + reply.waited_seconds)
+        size = clock.scale * self._num_bytes
+        clock.count(sent=size, received=size)
         self._shards.extend(reply.shards)
         self._worker.version = reply.version
         return reply.staleness
 
     def finish(self) -> None:
         """Wait until all workers are done, then get the final parameters."""
-        self._worker.meter.wait_until(self._call(RequestKind.DONE).now)
+        self._worker.clock.wait_until(self._call(RequestKind.DONE).now)
         self._is_over = True
         for parameter in self.trained:
             if parameter.device.type == "cpu":

@@ -80,11 +80,13 @@ class AsyncParameterServer(AsynchronousStrategy):
     def step(self, batch: Batch) -> Tensor:
         """Train on one shard, with the parameters that this worker pulled last."""
         worker = self.worker
-        # forward, backward
-        loss = worker.compute_gradients(batch)
+        worker.model.zero_grad()
+        for micro_batch in worker.micro_batches(batch):
+            loss = worker.loss(micro_batch)  # forward
+            (micro_batch.share * loss).backward()
         # communicate: only with the server. If there is a bound, also wait for slower workers
         # update: the server updates the parameters (``ParameterStore.write``) and returns them.
         # They also contain the updates by other workers
         gradients = [parameter.grad for parameter in self.client.trained]
         worker.staleness = self.client.step(batch.weight, gradients)
-        return loss
+        return worker.mean_loss

@@ -39,8 +39,11 @@ class Central(Strategy):
     def step(self, batch: Batch) -> Tensor:
         """Train on this rank's slice of one global batch. Every rank takes part."""
         worker, flat = self.worker, self.flat
-        # forward, backward; the weight b_i / B makes the sum over ranks a mean over samples
-        loss = worker.compute_gradients(batch, weight=batch.weight)
+        worker.model.zero_grad()
+        for micro_batch in worker.micro_batches(batch):
+            loss = worker.loss(micro_batch)  # forward
+            # backward; the weight b_i / B makes the sum over ranks a mean over samples
+            (batch.weight * micro_batch.share * loss).backward()
         # communicate: rank 0 gets the sum; every rank takes part
         flat.gather(gradients(flat.tensors))
         for buffer in flat.buffers:
@@ -55,4 +58,4 @@ class Central(Strategy):
         for buffer in flat.buffers:
             dist.broadcast(buffer, src=0)
         flat.scatter(flat.tensors)
-        return loss
+        return worker.mean_loss

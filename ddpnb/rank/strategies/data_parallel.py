@@ -20,7 +20,8 @@ Messages per step, with N replicas, for each of A micro-batches:
 - gradients of the outputs, from the first replica to the other replicas
 - gradients of the parameters, from the other replicas to the first replica
 
-In each step, the first device sends A (N - 1) (P + U) bytes and receives A (N - 1) S bytes. P, U
+As in torch, NCCL broadcasts the parameters and sums the gradients, so each device passes them on to
+the next device. In each step, the first device sends A (P + U) bytes and receives A S bytes. P, U
 and S are the sizes in bytes of all parameters, buffers and gradients. Bytes of samples and outputs
 are not counted.
 
@@ -69,14 +70,18 @@ class DataParallel(Strategy):
 
     def step(self, batch: Batch) -> Tensor:
         """Train on one global batch."""
-        # forward: each replica computes its slice, then one loss is computed on all outputs
-        # backward; communicate: at the end, the first replica sums the gradients of all replicas
-        loss = self.worker.compute_gradients(batch, loss_of=self.loss_of)
+        worker = self.worker
+        worker.model.zero_grad()
+        for micro_batch in worker.micro_batches(batch):
+            # forward: each replica computes its slice, then one loss is computed on all outputs
+            loss = worker.loss(micro_batch, loss_of=self.loss_of)
+            # backward; communicate: then the first replica sums the gradients of all replicas
+            (micro_batch.share * loss).backward()
         # update: only the first replica, because the next step overwrites the other replicas
-        self.worker.update(self.optimizer)
-        return loss
+        worker.update(self.optimizer)
+        return worker.mean_loss
 
-    def loss_of(self, batch: Batch, share: float) -> Tensor:
+    def loss_of(self, batch: Batch) -> Tensor:
         """Copy the parameters, run the replicas, gather their outputs, and return the loss."""
         step = self.worker.training_step
         # As in torch, a small batch has fewer slices than replicas. The last slice may be smaller.
@@ -92,7 +97,7 @@ class DataParallel(Strategy):
             results = self.replicas.run(step, trees)
         shares = [each.num_samples / batch.num_rows for each in slices]
         losses = [
-            own * self.worker.loss_in(result, share * own).reshape(1)
+            own * self.worker.loss_in(result, batch.share * own).reshape(1)
             for result, own in zip(results, shares, strict=True)
         ]
         return self.replicas.gather(losses).sum()

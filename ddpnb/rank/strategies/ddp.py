@@ -20,6 +20,7 @@ PVLDB 13(12), 2020.
   bytes, after compression. Bytes of buffers are not counted.
 """
 
+from contextlib import nullcontext
 from typing import Any, Final, final
 
 from torch import Tensor
@@ -48,15 +49,18 @@ class DdpStrategy(Strategy):
 
     def step(self, batch: Batch) -> Tensor:
         """Train on this rank's slice of one global batch. Every rank takes part."""
-        # forward; backward and, at the same time, communicate: DDP averages the gradients of each
-        # bucket over the ranks. The weight turns this mean over ranks into a mean over samples.
-        weight = self.worker.world_size * batch.weight
-        loss = self.worker.compute_gradients(
-            batch, weight=weight, model=self.ddp, unsynced=self.ddp.no_sync
-        )
+        worker, ddp = self.worker, self.ddp
+        # DDP averages over the ranks. The weight turns this mean into a mean over samples.
+        weight = worker.world_size * batch.weight
+        ddp.zero_grad()
+        for micro_batch in worker.micro_batches(batch):
+            with nullcontext() if micro_batch.is_last else ddp.no_sync():
+                loss = worker.loss(micro_batch, ddp)  # forward
+                # backward; at the same time, communicate: DDP all-reduces each bucket of gradients
+                (weight * micro_batch.share * loss).backward()
         # update: the same on every rank (in zero, each rank updates its part and sends it)
-        self.worker.update(self.optimizer)
-        return loss
+        worker.update(self.optimizer)
+        return worker.mean_loss
 
 
 @final

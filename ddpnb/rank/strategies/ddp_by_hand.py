@@ -32,8 +32,11 @@ class DdpByHand(Strategy):
     def step(self, batch: Batch) -> Tensor:
         """Train on this rank's slice of one global batch. Every rank takes part."""
         worker = self.worker
-        # forward, backward; the weight b_i / B makes the sum over ranks a mean over samples
-        loss = worker.compute_gradients(batch, weight=batch.weight)
+        worker.model.zero_grad()
+        for micro_batch in worker.micro_batches(batch):
+            loss = worker.loss(micro_batch)  # forward
+            # backward; the weight b_i / B makes the sum over ranks a mean over samples
+            (batch.weight * micro_batch.share * loss).backward()
         # communicate: every rank takes part
         mine = gradients(self.flat.tensors)
         self.flat.gather(mine)
@@ -42,7 +45,7 @@ class DdpByHand(Strategy):
         self.flat.scatter(mine)
         # update: the same on every rank
         worker.update(self.optimizer)
-        return loss
+        return worker.mean_loss
 
     def all_reduce(self, buffer: Tensor) -> None:
         """Sum a buffer over all ranks. Every rank takes part."""

@@ -21,8 +21,7 @@ PVLDB 13(12), 2020, sections 3.2.2 (bucketing) and 3.2.3 (overlap).
 - Bytes sent per step and rank, with N ranks: 2 (N - 1) / N * S. S is the size of all gradients.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import final
 
@@ -44,7 +43,6 @@ class DdpOverlapByHand(Strategy):
     def setup(self, worker: Worker) -> None:
         """Create the optimizer and the buckets, and install the hooks."""
         super().setup(worker)
-        self.is_last_part = True
         self.buckets = buckets_of(worker.parameters, self.bucket_mb)
         self.flat = [FlatBuffer(bucket) for bucket in self.buckets]
         self.hooks = [
@@ -55,10 +53,15 @@ class DdpOverlapByHand(Strategy):
 
     def step(self, batch: Batch) -> Tensor:
         """Train on this rank's slice of one global batch. Every rank takes part."""
+        worker = self.worker
         self.num_missing = [len(bucket) for bucket in self.buckets]
         self.sent: list[list[dist.Work | None]] = []
-        # forward; backward and, at the same time, communicate: autograd calls ``on_gradient``
-        loss = self.worker.compute_gradients(batch, weight=batch.weight, unsynced=self.unsynced)
+        worker.model.zero_grad()
+        for micro_batch in worker.micro_batches(batch):
+            loss = worker.loss(micro_batch)  # forward
+            # backward; at the same time, communicate: autograd calls ``on_gradient``
+            self.is_last = micro_batch.is_last
+            (batch.weight * micro_batch.share * loss).backward()
         while len(self.sent) < len(self.buckets):  # if the loss does not use all parameters
             self.send_next()
         # wait for all sums: every rank takes part
@@ -68,8 +71,8 @@ class DdpOverlapByHand(Strategy):
                 work.wait()
             flat.scatter(gradients(bucket))
         # update: the same on every rank
-        self.worker.update(self.optimizer)
-        return loss
+        worker.update(self.optimizer)
+        return worker.mean_loss
 
     def finish(self) -> nn.Module:
         """Remove the hooks, and return the model."""
@@ -77,19 +80,12 @@ class DdpOverlapByHand(Strategy):
             hook.remove()
         return super().finish()
 
-    @contextmanager
-    def unsynced(self) -> Iterator[None]:
-        """Add up the gradients of micro-batches in this context, without sending them."""
-        self.is_last_part = False
-        yield
-        self.is_last_part = True
-
     def on_gradient(self, number: int, _: nn.Parameter) -> None:
         """Send the next buckets if all their gradients are ready.
 
         In the backward pass, autograd calls this hook for each gradient of bucket ``number``.
         """
-        if not self.is_last_part:
+        if not self.is_last:  # the gradients of other micro-batches are only added up
             return
         self.num_missing[number] -= 1
         assert self.num_missing[number] >= 0, "a gradient arrived twice, perhaps after it was sent"

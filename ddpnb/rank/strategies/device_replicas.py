@@ -27,22 +27,21 @@ class Replicas(ABC):
     def __init__(self, worker: Worker, devices: list[torch.device]) -> None:
         self.worker = worker
         self.devices = devices
-        self.meter = worker.meter
+        self.clock = worker.clock
         # Reuse the threads, because torch needs milliseconds to prepare a new thread.
         self.pool = ThreadPoolExecutor(len(devices), thread_name_prefix="ddpnb-replica")
 
     def run(self, call: StepFunction, slices: list[Any]) -> list[Any]:
         """Copy the first replica to all others. Return the results of ``call(replica, slice)``."""
         worker, devices = self.worker, self.devices[: len(slices)]
-        with self.meter.communicating():
+        with self.clock.communicating():
             models = self.copies(devices)
             placed = list(map(moved, slices, devices))
-        self.meter.exchange(len(slices) - 1, num_bytes(tensors_of(slices[1:])), is_scaled=False)
-        num_copied = (len(models) - 1) * self.meter.scale
-        self.meter.count(
-            sent=round(num_copied * num_bytes(state_of(worker.model))),
-            received=round(num_copied * num_bytes(worker.parameters)),  # size of the gradients
-        )
+        num, clock = len(slices), self.clock
+        clock.exchange("scatter", num_bytes(tensors_of(slices[:1])), num)
+        if num > 1:  # the first device sends all parameters once, and receives all gradients once
+            sent, received = num_bytes(state_of(worker.model)), num_bytes(worker.parameters)
+            clock.count(sent=clock.scale * sent, received=clock.scale * received)
 
         def run_one(number: int, model: nn.Module, part: Any, device: torch.device) -> Any:
             index = device.index if device.type == "cuda" else -1
@@ -75,7 +74,7 @@ class GpuReplicas(Replicas):
 
     def gather(self, outputs: list[Tensor]) -> Tensor:
         """Call torch's ``gather``. Autograd later sends the gradients back to the replicas."""
-        with self.meter.communicating():
+        with self.clock.communicating():
             gathered: Tensor = gather(outputs, self.devices[0])
         return gathered
 
@@ -84,8 +83,7 @@ class GpuReplicas(Replicas):
 class ThreadReplicas(Replicas):
     """Replicas on one device, with the same steps as on GPUs.
 
-    The first replica exchanges messages with one replica after the other. On emulated devices, each
-    message takes time on the first device's link.
+    On emulated devices, each exchange takes the time of NCCL's algorithm, as torch uses on GPUs.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -96,30 +94,30 @@ class ThreadReplicas(Replicas):
     @torch.no_grad()
     def copies(self, devices: list[torch.device]) -> Sequence[nn.Module]:
         """Copy the parameters and buffers. As in torch, this overwrites other replicas' buffers."""
-        first, *others = self.models
+        first, *others = self.models[: len(devices)]
         for other in others:
             for mine, theirs in zip(first.parameters(), other.parameters(), strict=True):
                 theirs.copy_(mine)
             copy_buffers(first, other)
-        self.meter.exchange(len(others), len(others) * num_bytes(state_of(first)))
-        return self.models
+        self.clock.exchange("broadcast", num_bytes(state_of(first)), len(devices), self.clock.scale)
+        return self.models[: len(devices)]
 
     def gather(self, outputs: list[Tensor]) -> Tensor:
         """Concatenate the outputs. On CPUs, a thread runs each replica's backward pass."""
 
         def go_back(gradient: Tensor) -> None:
             slices = gradient.split([len(output) for output in outputs])
-            self.meter.exchange(len(slices) - 1, num_bytes(slices[1:]), is_scaled=False)
+            self.clock.exchange("scatter", num_bytes(slices[:1]), len(slices))
             if self.worker.device.type == "cpu":
                 list(self.pool.map(Tensor.backward, outputs, slices))  # wait for all threads
             else:  # autograd's only thread for a GPU runs this hook, so others would wait forever
                 torch.autograd.backward(outputs, list(slices))
             self.sum_gradients()
 
-        self.meter.computed()
-        with self.meter.communicating():
+        self.clock.computed()
+        with self.clock.communicating():
             gathered = torch.cat([output.detach() for output in outputs]).requires_grad_()
-        self.meter.exchange(len(outputs) - 1, num_bytes(outputs[1:]), is_scaled=False)
+        self.clock.exchange("gather", num_bytes(outputs[:1]), len(outputs))
         gathered.register_hook(go_back)
         return gathered
 
@@ -127,10 +125,10 @@ class ThreadReplicas(Replicas):
     def sum_gradients(self) -> None:
         """Add the gradients of the other replicas to the first replica's gradients."""
         first, *others = ([*each.parameters()] for each in self.models)
-        self.meter.computed()
+        self.clock.computed()
         size = num_bytes(each for each in first if each.requires_grad)
-        self.meter.exchange(len(others), len(others) * size)
-        with self.meter.communicating():
+        self.clock.exchange("reduce", size, 1 + len(others), self.clock.scale)
+        with self.clock.communicating():
             for other in others:
                 for mine, theirs in zip(first, other, strict=True):
                     if mine.grad is None:  # e.g. only the other replica used this expert

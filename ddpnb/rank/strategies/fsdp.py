@@ -24,14 +24,14 @@ parameters, occurs twice in the model, ranks do not gather this layer separately
   because its reduce-scatter is an all-reduce. These bytes and bytes for clipping are not counted.
 
 gloo's collectives block the thread, so all their time is exposed, including waits for other ranks.
-NCCL's collectives run on separate CUDA streams. ddpnb counts all of their time as hidden, because
-torch does not report when the GPU waits for a collective.
+On emulated devices, ranks gather a layer while the layer before computes, as on GPUs. NCCL's
+collectives run on separate CUDA streams. ddpnb counts all of their time as hidden, because torch
+does not report when the GPU waits for a collective.
 """
 
 import importlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, final
@@ -78,18 +78,25 @@ class Fsdp(Strategy):
             for name, parameter in module.named_parameters(path, recurse=False):
                 if not parameter.requires_grad:
                     module.register_forward_hook(partial(self._note_thawed, name), prepend=True)
+        worker.clock.gathers_ahead = True
         super().setup(worker)
 
     def step(self, batch: Batch) -> Tensor:
         """Train on this rank's slice of one global batch. Every rank takes part."""
         worker = self.worker
-        # forward, backward; communicate: torch gathers each layer's parameters and averages its
-        # gradients over ranks. The weight turns the mean over ranks into a mean over samples.
+        model: Any = worker.model  # an FSDPModule since setup
+        # FSDP averages over the ranks. The weight turns this mean into a mean over samples.
         weight = worker.world_size * batch.weight
-        loss = worker.compute_gradients(batch, weight=weight, unsynced=self._unsynced)
+        model.zero_grad()
+        for micro_batch in worker.micro_batches(batch):
+            model.set_requires_gradient_sync(micro_batch.is_last)
+            # forward; communicate: all-gather each layer's parameters before the layer runs
+            loss = worker.loss(micro_batch)
+            # backward; communicate: all-gather them again, and reduce-scatter the gradients
+            (weight * micro_batch.share * loss).backward()
         # update: each rank updates its part of the parameters
         worker.update(self.optimizer)
-        return loss
+        return worker.mean_loss
 
     def finish(self) -> nn.Module:
         """Gather all parameters into a plain model. Every rank takes part."""
@@ -110,14 +117,6 @@ class Fsdp(Strategy):
         """Note that the user has unfrozen a gathered parameter. Torch keeps its shard frozen."""
         if getattr(module, name.rpartition(".")[2]).requires_grad and name not in self.thawed:
             self.thawed = (*self.thawed, name)
-
-    @contextmanager
-    def _unsynced(self) -> Iterator[None]:
-        """In this context, add up unsharded gradients on this rank, without communication."""
-        model: Any = self.worker.model  # an FSDPModule since setup
-        model.set_requires_gradient_sync(False)
-        yield
-        model.set_requires_gradient_sync(True)
 
 
 def layers_of(model: nn.Module) -> list[Any]:

@@ -48,15 +48,18 @@ class Gossip(Strategy):
     def step(self, batch: Batch) -> Tensor:
         """Train on this rank's slice of one global batch."""
         worker = self.worker
-        # forward, backward, update: each rank by itself
-        loss = worker.compute_gradients(batch)
+        worker.model.zero_grad()
+        for micro_batch in worker.micro_batches(batch):
+            loss = worker.loss(micro_batch)  # forward
+            (micro_batch.share * loss).backward()
+        # update: each rank by itself
         worker.update(self.optimizer)
         # communicate: this rank and its partner take part
         partner = partner_in_step(self.num_steps, rank=worker.rank, world_size=worker.world_size)
         if partner is not None:
             self.average_with(partner)
         self.num_steps += 1
-        return loss
+        return worker.mean_loss
 
     def finish(self) -> nn.Module:
         """Average the weights of all ranks. Every rank takes part."""

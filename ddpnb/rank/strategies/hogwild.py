@@ -43,11 +43,13 @@ class Hogwild(AsynchronousStrategy):
     def step(self, batch: Batch) -> Tensor:
         """Train on one shard, while other workers change the parameters."""
         worker = self.worker
-        # forward, backward
-        loss = worker.compute_gradients(batch)
+        worker.model.zero_grad()
+        for micro_batch in worker.micro_batches(batch):
+            loss = worker.loss(micro_batch)  # forward
+            (micro_batch.share * loss).backward()
         # communicate: nothing, because the parameters are shared
         # update: in the shared memory, while other workers do the same
         with scaled_rate(self.optimizer, batch.weight):
             worker.update(self.optimizer)
         worker.staleness = self.client.step(batch.weight)
-        return loss
+        return worker.mean_loss

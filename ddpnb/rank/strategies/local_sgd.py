@@ -47,14 +47,17 @@ class LocalSgd(Strategy):
     def step(self, batch: Batch) -> Tensor:
         """Train on this rank's slice of one global batch. Every H-th step averages the weights."""
         worker = self.worker
-        # forward, backward, update: each rank without the others
-        loss = worker.compute_gradients(batch)
+        worker.model.zero_grad()
+        for micro_batch in worker.micro_batches(batch):
+            loss = worker.loss(micro_batch)  # forward
+            (micro_batch.share * loss).backward()
+        # update: each rank without the others
         worker.update(self.optimizer)
         # communicate: every rank takes part
         self.num_steps += 1
         if self.num_steps % self.every == 0:
             self.agree()
-        return loss
+        return worker.mean_loss
 
     def finish(self) -> nn.Module:
         """Average the weights if ranks took steps after the last average. Every rank takes part."""

@@ -41,12 +41,14 @@ class NoComm(Strategy):
 
     def step(self, batch: Batch) -> Tensor:
         """Train on this rank's slice of one global batch, without other ranks."""
-        # forward, backward
-        loss = self.worker.compute_gradients(batch)
+        worker = self.worker
+        worker.model.zero_grad()
+        for micro_batch in worker.micro_batches(batch):
+            loss = worker.loss(micro_batch)  # forward
+            (micro_batch.share * loss).backward()
         # communicate: nothing
-        # update
-        self.worker.update(self.optimizer)
-        return loss
+        worker.update(self.optimizer)
+        return worker.mean_loss
 
     def finish(self) -> nn.Module:
         """Copy rank 0's weights to all ranks. Every rank takes part."""

@@ -49,9 +49,11 @@ class Single(Strategy):
 
     def step(self, batch: Batch) -> Tensor:
         """Train on one global batch."""
-        # forward, backward
-        loss = self.worker.compute_gradients(batch)
+        worker = self.worker
+        worker.model.zero_grad()
+        for micro_batch in worker.micro_batches(batch):
+            loss = worker.loss(micro_batch)  # forward
+            (micro_batch.share * loss).backward()
         # communicate: nothing, because there is only one worker
-        # update
-        self.worker.update(self.optimizer)
-        return loss
+        worker.update(self.optimizer)
+        return worker.mean_loss

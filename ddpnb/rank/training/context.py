@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,9 +16,9 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState, RejoinInfo, RunSpec
 from ddpnb.protocol.notation import parse_kills, parse_ranks, parse_slow, parse_strategy
 from ddpnb.rank.cancellation import CancellationToken
+from ddpnb.rank.clock import Clock
 from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.laboratory import ComputeTimes, Laboratory
-from ddpnb.rank.meter import Meter
 from ddpnb.rank.random_state import preserve_random, seed_everything
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Plan, Strategy
@@ -87,13 +87,11 @@ class RunContext:
         phase: str,
         *,
         num_steps: int,
-        meter: Meter | None = None,
-        delay: Callable[[], None] = lambda: None,
+        clock: Clock | None = None,
     ) -> Worker:
         """Make a worker.  The model has the same initial weights in every phase and on every rank.
 
-        The worker trains on ``num_steps`` global batches.  ``meter`` measures the worker's steps,
-        and ``delay`` slows the worker in each step.
+        The worker trains on ``num_steps`` global batches, and ``clock`` measures its steps.
         """
         model = self.make_model()
         model.train()
@@ -119,11 +117,10 @@ class RunContext:
             num_steps=num_steps,
             folder=self.here.folder,
             name=self.name(phase),
-            meter=meter or Meter(),
+            clock=clock or Clock(),
             accumulate=self.spec.accumulate,
             amp=torch.bfloat16 if self.spec.amp == "bf16" else None,
             laboratory=self.laboratory,
-            delay=delay,
             joins=self.here.rejoin_info is not None,
             num_prefetched=self.num_data_workers * getattr(self.task.train, "num_prefetched", 0),
             cancellation=self.here.cancellation,
@@ -186,7 +183,7 @@ class RunContext:
             tree=moved(tree, self.device),
             num_samples=self.schedule.num_in(shard),
             num_global=num_global,
-            most_parts=num_global // shard.num_parts,
+            max_micro_batches=num_global // shard.num_parts,
         )
         if not batch.num_rows:
             raise UserError(

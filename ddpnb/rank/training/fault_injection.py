@@ -5,7 +5,7 @@
 Here c is the time of this worker's forward and backward pass.  ddpnb measures c before the run,
 without communication, so c never contains waits for other ranks.  The module ``laboratory`` defines
 f, s and u.  On emulated devices, a fault slows the device's clock instead.
-A slow rank sleeps between its forward and its backward pass, so that its parameters are older and
+A slow rank sleeps before its first backward pass in a step, so that its parameters are older and
 its gradient arrives later.  The sleep counts as a part of the forward pass.
 
 A rank is killed between two steps, before the first step that begins at or after the given time.
@@ -23,8 +23,8 @@ from typing import final
 from ddpnb.protocol.devices import Compute
 from ddpnb.protocol.messages import Mark, MarkKind
 from ddpnb.protocol.notation import parse_kills, parse_slow
+from ddpnb.rank.clock import synchronize, timed
 from ddpnb.rank.laboratory import ComputeTimes
-from ddpnb.rank.meter import synchronize, timed
 from ddpnb.rank.training.run_metrics import RunMetrics
 from ddpnb.rank.worker import Batch, Worker
 
@@ -81,7 +81,7 @@ class FaultInjector:
         seconds, self._seconds = self._seconds, 0.0
         if seconds <= 0:
             return
-        self._metrics.clock.begin("forward")
+        self._metrics.clock.enter("forward")
         synchronize(self._device)  # otherwise a GPU would continue its queued work
         time.sleep(seconds)
 

@@ -19,7 +19,7 @@ import contextlib
 import gc
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from dataclasses import dataclass
 from typing import final
 
@@ -29,10 +29,6 @@ from torch import nn
 from ddpnb.compat.torch_internals import group_store
 from ddpnb.protocol.messages import RunReport, RunSpec, StepEvent
 from ddpnb.rank.cancellation import RunCancelledError
-from ddpnb.rank.collectives.intercept import Listener, listening
-from ddpnb.rank.laboratory.clock import VirtualClock
-from ddpnb.rank.laboratory.exchanges import Exchanges
-from ddpnb.rank.meter import Account
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.servers.client import RunOverError
 from ddpnb.rank.strategies.base import Strategy
@@ -117,8 +113,7 @@ def _trained(metrics: RunMetrics, should_stop: Callable[[], bool]) -> tuple[nn.M
         worker = context.worker(
             "t",
             num_steps=context.schedule.num_steps,
-            meter=metrics.clock,
-            delay=fault_injector.delay,
+            clock=metrics.clock,
         )
         worker.activations = activations
         strategy.setup(worker)
@@ -136,7 +131,8 @@ def _trained(metrics: RunMetrics, should_stop: Callable[[], bool]) -> tuple[nn.M
         # -- barrier ----------------------------------------------------------------------
         context.barrier()
         # -- train ------------------------------------------------------------------------
-        with listening(opened.enter_context(_heard_by(metrics, worker))):
+        metrics.clock.before_backward = fault_injector.delay
+        with opened.enter_context(closing(metrics.clock)).running():
             _train(metrics, strategy, worker, source, stop, fault_injector, snapshots)
             metrics.note_memory(strategy.memory())
             # -- finish -------------------------------------------------------------------
@@ -204,14 +200,6 @@ def _rehearsed(context: RunContext, num_steps: int) -> Iterator[Shard]:
     yield from {schedule.num_in(shard): shard for shard in slices}.values()
 
 
-def _heard_by(metrics: RunMetrics, worker: Worker) -> AbstractContextManager[Listener]:
-    """Return a context with the listener that counts this rank's collectives."""
-    clock, path = metrics.clock, worker.folder / worker.name
-    if not isinstance(clock, VirtualClock):
-        return contextlib.nullcontext(Account(worker.meter))
-    return closing(Exchanges(clock, path, worker.cancellation.check))
-
-
 def _train(
     metrics: RunMetrics,
     strategy: Strategy,
@@ -240,14 +228,14 @@ def _train(
         fault_injector.begin_step()
         clock.begin_step(batch.num_samples)
         loss = strategy.step(batch)
-        fault_injector.delay()  # if the strategy has not called ``delay``
-        traffic = worker.meter.take()
+        fault_injector.delay()  # if the step had no backward pass
+        sent, received = clock.take()
         made = StepEvent(
             num_samples=batch.num_samples,
             staleness=worker.staleness,
             version=worker.version,
-            num_bytes_sent=traffic.sent,
-            num_bytes_received=traffic.received,
+            num_bytes_sent=sent,
+            num_bytes_received=received,
         )
         metrics.add(clock.timing(made, {"loss": loss, **worker.metrics}))
         worker.metrics = {}

@@ -17,10 +17,10 @@ from ddpnb.protocol.messages import (
     StepEvent,
 )
 from ddpnb.protocol.notation import parse_kills, parse_slow
+from ddpnb.rank.clock import Clock, MeasuredClock
 from ddpnb.rank.laboratory.clock import VirtualClock
 from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.training.context import RunContext
-from ddpnb.rank.training.timing import Clock
 from ddpnb.rank.worker import Worker
 
 _CEILING_NOTE = "This ceiling (upper bound) was trained briefly and timed, but not evaluated."
@@ -34,7 +34,7 @@ class RunMetrics:
 
     context: RunContext
     publish: Publish
-    clock: Clock | VirtualClock = field(init=False)
+    clock: Clock = field(init=False)
     """Measures the time of steps.  On emulated devices, this clock computes the time of steps."""
     late_seconds: float = 0.0
     """Seconds that the other ranks had already trained when this rank joined the run."""
@@ -54,7 +54,11 @@ class RunMetrics:
     def __post_init__(self) -> None:
         context = self.context
         laboratory, workers = context.laboratory, context.workers
-        self.clock = VirtualClock(laboratory, workers) if laboratory else Clock(context.device)
+        if laboratory is None:
+            self.clock = MeasuredClock(context.device)
+            return
+        path = context.here.folder / context.name("t")
+        self.clock = VirtualClock(laboratory, workers, path, context.here.cancellation.check)
 
     def start(self) -> None:
         """Start counting time."""

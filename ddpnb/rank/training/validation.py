@@ -16,8 +16,8 @@ import torch.distributed as dist
 from ddpnb.protocol.devices import Compute
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, RunSpec
+from ddpnb.rank.clock import timed
 from ddpnb.rank.laboratory import measured
-from ddpnb.rank.meter import timed
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.training.context import RunContext, Surroundings, build_context
 from ddpnb.rank.training.evaluation import Score, score

@@ -65,7 +65,7 @@ class CollectiveResult(Shown):
         ranks = self.spec.ranks
         root = self.spec.from_rank if self.spec.name in ROOTED else ranks[0]
         place = (ranks.index(rank) - ranks.index(root)) % len(ranks)
-        return self.algorithm.bytes_sent(self.num_bytes, len(ranks), place)
+        return self.algorithm.of(self.num_bytes, len(ranks), place).sent
 
     def title(self) -> str:
         """Return the title: the call, the number of ranks, and the size of a rank's tensor."""
@@ -96,8 +96,8 @@ class CollectiveResult(Shown):
         return [
             f"{backend}{', if it chooses a ring' if backend == 'nccl' else ''}: {algorithm.name}.  "
             f"A rank sends {' to '.join(amounts)} ({algorithm.sent}).  "
-            f"The busiest link sends {algorithm.cost(self.num_bytes, num).number:g} messages one "
-            f"after another ({algorithm.messages}).",
+            f"The messages need {counted(round(algorithm.of(0, num).num_rounds), 'round')} "
+            f"({algorithm.rounds}), one after another.",
             f"Measured time: {measured}.",
             f"{'Latency' if is_quick else 'Bandwidth'}-bound at this size. For comparison, the "
             f"smallest possible tensor takes {in_units(small)}.",

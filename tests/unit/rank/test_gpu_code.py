@@ -62,7 +62,7 @@ def full(number):
     return Array(np.full(2, number, np.float32))
 '''
 STEP = """
-from ddpnb.rank.meter import Meter
+from ddpnb.rank.clock import Clock
 from ddpnb.rank.strategies.device_replicas import ThreadReplicas
 
 class Scale(nn.Module):
@@ -73,7 +73,7 @@ class Scale(nn.Module):
         return self.weight * inputs
 
 worker = SimpleNamespace(
-    model=Scale(), make_model=Scale, device=torch.device("npy"), world_size=2, meter=Meter()
+    model=Scale(), make_model=Scale, device=torch.device("npy"), world_size=2, clock=Clock()
 )
 replicas = ThreadReplicas(worker)
 outputs = [model(full(n)) for n, model in enumerate(replicas.models, start=1)]
