@@ -6,8 +6,8 @@ import shutil
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass, replace
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path

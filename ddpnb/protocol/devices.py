@@ -140,7 +140,10 @@ class Devices:
 
     @property
     def wrapper_seconds(self) -> float:
-        """Seconds that DDP adds to a step, for hooks and copies to buckets."""
+        """Seconds that DDP adds to a step, for hooks and copies to buckets.
+
+        Other strategies that copy all gradients or weights to buffers need the same time.
+        """
         if not self.model:
             return 0.0
         published = MODELS[self.model]

@@ -66,7 +66,7 @@ class Workload:
     overlaps: bool = True
     """True if DDP sends a bucket as soon as the backward pass has filled the bucket."""
     wrapper_seconds: float = 0.0
-    """Seconds that DDP itself adds to a step."""
+    """Seconds per step to copy gradients to buffers and back, as DDP does."""
     replica_seconds: float = 0.0
     """Seconds of Python code for each replica of DataParallel in a step."""
     factors: Mapping[str, float] = field(default_factory=dict)
@@ -197,7 +197,9 @@ def _single(case: Situation) -> float:
     return case.work.alone.of(case.work.samples(1))
 
 
-def _in_buckets(case: Situation, cap: float = BUCKET_BYTES) -> float:
+def _in_buckets(
+    case: Situation, cap: float = BUCKET_BYTES, collective: str = "all_reduce"
+) -> float:
     """Return the seconds of a step with buckets, with the rules of emulated devices' clocks."""
     work, compute = case.work, case.computing()
     backward = case.backward(compute)
@@ -210,7 +212,7 @@ def _in_buckets(case: Situation, cap: float = BUCKET_BYTES) -> float:
         end = backward + work.wrapper_seconds
         ready: Ready = (begun, now) if work.overlaps else (end, end)
         number = num_parts(size, ready) if work.num_trained_bytes else 1
-        _, free = in_turn(case.exchange("all_reduce", size / number), number, [ready], free)[-1]
+        _, free = in_turn(case.exchange(collective, size / number), number, [ready], free)[-1]
     return compute - backward + max(now, free)
 
 
@@ -226,7 +228,8 @@ def bucket_sizes(num_bytes: float, cap: float) -> list[float]:
 
 def _after(case: Situation, *names: str) -> float:
     """Return the seconds of a step: computing, then each named collective with all bytes."""
-    return case.computing() + sum(case.exchange(name, case.size) for name in names)
+    exchanges = sum(case.exchange(name, case.size) for name in names)
+    return case.computing() + case.work.wrapper_seconds + exchanges
 
 
 def _dp(case: Situation) -> float:
@@ -249,8 +252,9 @@ def _fsdp(case: Situation) -> float:
 
     The last gather and the reduce-scatter together cost the same as DDP's all-reduce.  A forward
     pass can hide its gathers, except the gather of the first bucket.  Earlier backward passes can
-    hide all their gathers.
+    hide all their gathers.  With ``reshard=off``, backward passes gather nothing.
     """
+    case = replace(case, work=replace(case.work, wrapper_seconds=0.0))  # DDP's own time
     work, gathering = case.work, case.gathering()
     backward = case.backward(case.computing())
     forward = backward * (1 / work.backward_share - 1)
@@ -258,6 +262,8 @@ def _fsdp(case: Situation) -> float:
     if not work.overlaps:
         first, forward, backward = gathering, 0.0, 0.0
     gathers = work.num_passes * max(first, gathering - forward)
+    if not case.option("reshard"):
+        return _in_buckets(case, collective="reduce_scatter") + gathers
     gathers += (work.num_passes - 1) * max(0.0, gathering - backward)
     return _in_buckets(case) + gathers
 
@@ -266,7 +272,8 @@ def _rounds(case: Situation) -> float:
     every = case.option("every")
     own, meeting = case.computing(meets=False), case.computing()
     waiting = max(meeting - own, 0.0) / math.sqrt(every)
-    return own + waiting + case.exchange("all_reduce", case.size) / every
+    exchange = case.work.wrapper_seconds + case.exchange("all_reduce", case.size)
+    return own + waiting + exchange / every
 
 
 def _async(case: Situation) -> float:

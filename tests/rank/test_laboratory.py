@@ -138,6 +138,34 @@ def test_cards_scale_as_others_have_measured(ranks, strategy, model, devices, nu
     assert predicted == pytest.approx(found, rel=1e-3)
 
 
+DEEP = CELL.replace("randn(96, 4)", "randn(512, 4)").replace(
+    "nn.Linear(4, 300), nn.Linear(300, 2, bias=False)",
+    "nn.Linear(4, 64), *[nn.Linear(64, 64) for _ in range(12)], nn.Linear(64, 16)",
+)
+CLOSE = {"fsdp": 0.05, "fsdp:reshard=off": 0.05, "zero": 0.08, "ring-by-hand": 0.005}
+"""Relative differences of strategies that send layers, tensors or chunks of different sizes."""
+ALIKE = ["ddp:hook=fp16", "ddp-by-hand", "central", "gossip", "dp", *CLOSE]
+
+
+@pytest.mark.parametrize(
+    ("devices", "link"), [("8xV100", ""), ("8xV100", "25GbE"), ("16xV100/2", "")]
+)
+@pytest.mark.parametrize("strategy", ALIKE)
+def test_a_prediction_is_what_the_clock_computes(ranks, strategy, devices, link):
+    """Every strategy that copies all gradients or weights to buffers needs DDP's time for it."""
+    num, _, num_hosts = count_devices(devices)
+    if strategy == "gossip" and num_hosts > 1:
+        pytest.skip("only some of the pairs use the link between the hosts")
+    chosen = {"source": DEEP, "devices": devices, "as_": "resnet50", "compute": "", "link": link}
+    spec = spec_of(strategy, num, batch_size=num * 32, num_epochs=3 * num / 16, **chosen)
+    found = last_seconds(ranks, spec, num)
+    num_bytes = 4 * (5 * 64 + 12 * 65 * 64 + 65 * 16)
+    given = {"devices": spec.emulated, "batch_size": spec.batch_size, "num_bytes": num_bytes}
+    machine = calibrate(measured(alone=(), **given))
+    predicted = step_seconds(strategy, machine.work, machine.here, num)
+    assert found == pytest.approx(predicted, rel=CLOSE.get(strategy, 2e-3))
+
+
 @pytest.mark.parametrize(
     ("strategy", "num_ranks"),
     [("ddp", 3), *((name, 4) for name in ("dp", "fsdp", "local-sgd", "ring-by-hand")), ("ddp", 8)],

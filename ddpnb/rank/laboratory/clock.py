@@ -38,6 +38,8 @@ LEAST_BYTES: Final = 1 << 14
 """Minimum number of bytes for a sum in shared memory.  Gloo computes smaller sums equally fast."""
 GATHERS = ("all_gather", "broadcast", "scatter")
 """Prefixes of the names of collectives that provide input for the caller's next computation."""
+GATHERED = ("all_gather_single", "all_gather_coalesced")
+"""Names of FSDP's gathers."""
 SUMS = ("all_reduce", "reduce", "send")
 """Calls with which strategies send gradients or weights that they have copied to a buffer."""
 
@@ -105,6 +107,8 @@ class VirtualClock(Clock):
         self._free: defaultdict[str, float] = defaultdict(float)
         """Time from which each group's links are free, the same on all ranks of the group."""
         self._sends_until = self._receives_until = 0.0
+        self._num_gathers = 0
+        """Number of gathers in the computing phase."""
         self._gathered_at = 0.0
         """Time at which the computing phase began, or at which its latest gather ended."""
 
@@ -190,7 +194,7 @@ class VirtualClock(Clock):
         share = FORWARD_SHARE if phase == "forward" else 1 - FORWARD_SHARE
         self._computing, self._progress, self._num_produced = phase, 0.0, 0.0
         self._length = share * self._work(num_samples)
-        self._gathered_at = self.seconds
+        self._gathered_at, self._num_gathers = self.seconds, 0
         if phase == "forward" and len(self._ranks) > 1:
             self._length += len(self._ranks) * self.laboratory.devices.seconds_per_replica
 
@@ -268,7 +272,8 @@ class VirtualClock(Clock):
             self._begin_message(call, cost)
             return
         group, size = call.group, self.scale * call.num_bytes
-        ready = self._ready(size, is_needed=call.name.startswith(GATHERS))
+        is_needed = call.name.startswith(GATHERS)
+        ready = self._ready(size, is_needed=is_needed)
         number = next(self._numbers[group.group_name, -1])
         self._board(group.group_name, group.size()).post(number, group.rank(), ready)
         num = num_parts(size, ready)
@@ -278,10 +283,21 @@ class VirtualClock(Clock):
             number=number,
             num_parts=num,
             seconds=part.seconds(self.laboratory.devices.link_between(call.ranks)),
-            is_late=self.gathers_ahead and call.name.startswith("reduce_scatter"),
+            is_late=self.gathers_ahead and self._is_late(call, is_needed=is_needed),
         )
-        call.notes[self] = partial(self._settle, pending)
+        call.notes[self] = partial(self._wait_for, pending)
         self._calls.append(pending)
+
+    def _is_late(self, call: Call, *, is_needed: bool) -> bool:
+        """Return True for calls of FSDP whose results a GPU does not need at once.
+
+        In a backward pass, FSDP gathers a layer before it computes the layer after.  Only the first
+        gather is needed at once.
+        """
+        if not is_needed:
+            return call.name.startswith("reduce_scatter")
+        self._num_gathers += 1
+        return self._computing == "backward" and self._num_gathers > 1
 
     def _copy(self, call: Call) -> None:
         """Advance by the time that copies to and from buffers add to a step, e.g. DDP's buckets."""
@@ -303,10 +319,14 @@ class VirtualClock(Clock):
         self._num_issued += num_bytes
         first = self.seconds
         self._advance(begun if is_needed else self._num_issued / usual)
-        if is_needed:
-            first = self._gathered_at if self.gathers_ahead else self.seconds
-            return first, first
-        return first, self.seconds
+        if not is_needed:
+            return first, self.seconds
+        if self.gathers_ahead and self._computing == "forward":
+            return self._gathered_at, self._gathered_at
+        ahead = [each for each in self._calls if each.is_late and each.call.name in GATHERED]
+        if ahead:  # the next layer needs it now
+            self._settle(ahead[-1])
+        return self.seconds, self.seconds
 
     def make(self, call: Call) -> Any:
         """Make an all-reduce in shared memory if it sums one large float tensor on the CPU."""
@@ -325,10 +345,13 @@ class VirtualClock(Clock):
         if settle := call.notes.pop(self, None):
             settle()
 
+    def _wait_for(self, pending: _Pending) -> None:
+        """Advance the clock to the end of a call that Python code has waited for."""
+        if not pending.is_late or self._progress >= 1.0:
+            self._settle(pending)
+
     def _settle(self, last: _Pending) -> None:
         """Advance the clock to a call's end, after computing the ends of all earlier calls."""
-        if last.is_late and self._progress < 1.0:
-            return
         while math.isnan(last.end):
             self._end(self._calls.popleft())
         self.wait_until(last.end)

@@ -164,7 +164,7 @@ HOSTS = {"link": "10GbE", "ranks_per_host": 8}
     ("found", "question", "sentence"),
     [
         ({}, {"strategies": ("hogwild",)}, "hogwild cannot be predicted"),
-        ({}, {"strategies": ("single:threads=all",)}, "threads=all cannot be predicted"),
+        ({}, {"strategies": ("single:threads=all",)}, "single:threads=all cannot be predicted"),
         ({}, {"step": "178ms/64"}, "--step needs --link, the network between the hosts."),
         ({}, {"link": "1GbE", "step": "178ms"}, "--step 178ms is not valid. Write the time and"),
         ({}, {"ranks": (512,), "link": "10GbE"}, "A batch of 256 has too few samples for 512"),
