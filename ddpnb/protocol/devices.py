@@ -9,6 +9,7 @@ With ``--as resnet50``, ddpnb uses the published time and bytes of resnet50 for 
 see ``MODELS``.  ``docs/emulated-devices.md`` lists the source of each value.
 """
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ MAX_DEVICES = 64
 FORWARD_SHARE = 1 / 3
 """The forward pass's share of the compute time.  This pass has half as many matrix products as the
 backward pass (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1)."""
+LEAST_PER_SAMPLE = 1e-9
+"""Minimum seconds per sample of a measured device."""
 
 
 class Compute(NamedTuple):
@@ -33,6 +36,18 @@ class Compute(NamedTuple):
     def of(self, num_samples: float) -> float:
         """Return the seconds for a number of samples."""
         return self.fixed + self.per_sample * num_samples
+
+    @classmethod
+    def fitted(cls, seconds: Mapping[int, float]) -> "Compute":
+        """Return the time that fits measured steps of one or two sizes.  No value is negative.
+
+        ``seconds`` maps numbers of samples to seconds.  If only one size was measured, or if the
+        time per sample grows with the size, the time is proportional to the number of samples.
+        """
+        (few, short), (many, long) = min(seconds.items()), max(seconds.items())
+        slope = (long - short) / (many - few) if few < many else math.inf
+        per_sample = max(min(slope, long / many), LEAST_PER_SAMPLE)
+        return cls(per_sample, max(0.0, long - many * per_sample))
 
     @property
     def text(self) -> str:

@@ -72,7 +72,7 @@ def _laboratory(devices: Devices, subject: Subject) -> Laboratory:
     if compute is None:
         num_samples = len(next(tensors_of(subject.batch)))
         found = measured(
-            lambda: subject.loss_of(model, copied(subject.batch)).backward(), num_samples
+            lambda _: subject.loss_of(model, copied(subject.batch)).backward(), [num_samples]
         )
         fastest = torch.tensor([found.per_sample], dtype=torch.float64)
         dist.all_reduce(fastest, op=dist.ReduceOp.MIN)  # every rank takes part

@@ -12,7 +12,7 @@ Runs on the ranks.
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
@@ -80,17 +80,21 @@ class Laboratory:
         return (self.devices.num_gradient_bytes or self.num_bytes) / max(self.num_bytes, 1)
 
 
-def measured(make: Callable[[], object], num_samples: int) -> Compute:
-    """Return this thread's computing speed in the fastest of many steps.
+def measured(take_step: Callable[[int], object], sizes: Iterable[int]) -> Compute:
+    """Return this thread's computing speed in the fastest of many steps of each size.
 
-    ddpnb measures processor time, because other programs hardly affect it.  Each call of ``make``
-    must take a step on ``num_samples`` samples.
+    ddpnb measures processor time, because other programs hardly affect it.  ``take_step(size)``
+    must take a step on this number of samples.  All sizes together take ``TRIAL_SECONDS``.
     """
-    fastest = math.inf
+    fastest = dict.fromkeys(sizes, math.inf)
+    spent = dict.fromkeys(fastest, 0.0)
     trials, end = 0, time.monotonic() + TRIAL_SECONDS
     while trials < LEAST_TRIALS or time.monotonic() < end:
         trials += 1
+        size = min(spent, key=spent.__getitem__)
         began = time.thread_time()
-        make()
-        fastest = min(fastest, time.thread_time() - began)
-    return Compute(fastest / num_samples)
+        take_step(size)
+        seconds = time.thread_time() - began
+        spent[size] += seconds
+        fastest[size] = min(fastest[size], seconds)
+    return Compute.fitted(fastest)

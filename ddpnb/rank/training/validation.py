@@ -101,19 +101,24 @@ def _with_times(result: Checked, context: RunContext, worker: Worker) -> Checked
 
 
 def measure_compute(spec: RunSpec, here: Surroundings) -> Compute:
-    """Measure how many seconds a step takes on one core.  One rank takes part."""
+    """Measure the time of steps on one core: a device's share, and the whole batch of ``single``.
+
+    One rank takes part.
+    """
     with preserve_globals(torch.device(here.state.device), is_measured=True):
         context = build_context(spec, here)
         torch.set_num_threads(1)
         worker = context.worker("check", num_steps=1)
-        num_samples = max(1, context.schedule.size(0) // context.state.world_size)
         optimizer = worker.optimizer(worker.parameters)
+        whole = spec.batch_per_worker or context.schedule.size(0)
+        share = max(1, whole // context.state.world_size)
 
-        def make() -> None:
+        def take_step(num_samples: int) -> None:
             worker.compute_gradients(context.first_batch(num_samples))
             worker.update(optimizer)
 
-        return measured(make, num_samples)
+        found = measured(take_step, [whole] if spec.batch_per_worker else [share, whole])
+        return found._replace(fixed=found.fixed / min(spec.accumulate, share))  # of one pass
 
 
 def _smallest_batch(context: RunContext) -> Batch:

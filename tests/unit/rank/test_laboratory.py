@@ -1,10 +1,13 @@
 """The virtual order of a server agrees with formulas, and devices are parsed."""
 
+import random
+import time
+
 import pytest
 
-from ddpnb.protocol.devices import Compute, Devices, parse_devices
+from ddpnb.protocol.devices import Compute, Devices, parse_compute, parse_devices
 from ddpnb.protocol.notation import parse_link, parse_slow
-from ddpnb.rank.laboratory import ComputeTimes, Laboratory
+from ddpnb.rank.laboratory import ComputeTimes, Laboratory, measured
 from ddpnb.rank.laboratory.order import VirtualOrder
 from ddpnb.scaling.waiting import server_bound
 
@@ -47,3 +50,41 @@ def test_a_ring_of_two_hosts_is_as_slow_as_the_link_between():
     devices = parse_devices("16xV100/2", model="resnet50", link="25Gbit,30us")
     assert devices.link_between(range(8)).bits_per_second == 960e9
     assert devices.link_between(range(16)) == parse_link("25Gbit,30us")
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_a_measured_device_is_fitted_at_both_sizes(seed):
+    draw = random.Random(seed)
+    few = draw.choice([1, 2, 5, 32, 100])
+    many = few * draw.choice([1, 2, 3, 8, 64])
+    fixed = draw.choice([0.0, 10 ** draw.uniform(-4, 0)])
+    true = Compute(10 ** draw.uniform(-6, -2), fixed)
+    noise = draw.choice([0.0, 0.05])
+    seconds = {num: true.of(num) * (1 + draw.uniform(0, noise)) for num in (few, many)}
+    found = Compute.fitted(seconds)
+    assert found.per_sample > 0 <= found.fixed
+    assert parse_compute(found.text) == pytest.approx(found, abs=1e-9)
+    for num in (few, many):
+        assert found.of(num) == pytest.approx(true.of(num), rel=2 * noise + 1e-5)
+    if not noise and few < many:
+        assert found == pytest.approx(true, rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "seconds", [{4: 0.3, 8: 0.2}, {4: 0.1, 8: 0.3}, {1: 0.0}, {1: 0.0, 9: 0.0}]
+)
+def test_a_fit_is_never_negative_and_right_at_the_whole_batch(seconds):
+    found = Compute.fitted(seconds)
+    assert found.per_sample > 0 <= found.fixed
+    assert found.of(max(seconds)) == pytest.approx(seconds[max(seconds)], abs=1e-7)
+
+
+def test_both_the_time_per_sample_and_the_time_per_pass_are_measured(monkeypatch):
+    monkeypatch.setattr("ddpnb.rank.laboratory.TRIAL_SECONDS", 0.4)
+
+    def take_step(num_samples: int) -> None:
+        end = time.thread_time() + 0.01 + 0.0005 * num_samples
+        while time.thread_time() < end:
+            pass
+
+    assert measured(take_step, [8, 64]) == pytest.approx(Compute(0.0005, 0.01), rel=0.05)
