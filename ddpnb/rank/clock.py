@@ -66,8 +66,6 @@ class Clock(Listener):
         """Seconds from ``start`` to the end of the last finished step, or to a call of ``end``."""
         self.before_backward: Callable[[], None] = lambda: None
         """Function that is called when a step's backward pass begins (injected faults)."""
-        self.num_steps_ahead = 0
-        """Maximum number of steps that a rank may begin before an earlier step has ended."""
         self._sent = self._received = 0
         self._thread = threading.get_ident()
 
@@ -256,7 +254,6 @@ class MeasuredClock(Clock):
         super().__init__()
         self._device = device
         self._on_gpu = device.type == "cuda"
-        self.num_steps_ahead = MAX_PENDING + 1 if self._on_gpu else 0
         self._marks: list[tuple[Phase | None, Moment]] = []
         self._flights: list[tuple[Moment, Moment]] = []
         self._issued: list[Call] = []

@@ -115,9 +115,10 @@ class Plan:
     """Number of ranks or replicas that train."""
     synchronous: bool
     """True if all workers take each step together."""
-    num_steps_ahead: int | None = 0
-    """Maximum number of steps that one synchronous worker may be ahead of another. If 0, each
-    worker waits for all others. If None, workers never wait, so each worker can stop early."""
+    in_lockstep: bool = True
+    """True if each step of a synchronous worker waits for all other workers."""
+    stops_alone: bool = False
+    """True if each worker can stop by itself, because no other worker waits for the worker."""
     updates_per_batch: int = 1
     """Number of updates that one optimizer makes for each global batch."""
     averages_weights: bool = False

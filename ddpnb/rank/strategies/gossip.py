@@ -37,7 +37,7 @@ class Gossip(Strategy):
 
     def plan(self, state: RankState) -> Plan:
         """Return a plan to train on every rank. Ranks may be up to ``world_size`` steps apart."""
-        return replace(super().plan(state), num_steps_ahead=state.world_size, averages_weights=True)
+        return replace(super().plan(state), in_lockstep=False, averages_weights=True)
 
     def setup(self, worker: Worker) -> None:
         """Create this rank's optimizer, and flat buffers for its own and its partner's weights."""

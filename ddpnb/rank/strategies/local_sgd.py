@@ -37,7 +37,7 @@ class LocalSgd(Strategy):
 
     def plan(self, state: RankState) -> Plan:
         """Return a plan to train on every rank. Ranks wait for each other only to average."""
-        return replace(super().plan(state), num_steps_ahead=self.every, averages_weights=True)
+        return replace(super().plan(state), in_lockstep=False, averages_weights=True)
 
     def setup(self, worker: Worker) -> None:
         """Create this rank's optimizer, and a flat buffer for all weights."""

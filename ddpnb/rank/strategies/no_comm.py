@@ -36,7 +36,11 @@ class NoComm(Strategy):
         """Return a plan to train on every rank. Ranks never wait, so each rank can stop early."""
         notes = (_NOTE,) if state.world_size > 1 else ()
         return replace(
-            super().plan(state), num_steps_ahead=None, finish_is_timed=False, notes=notes
+            super().plan(state),
+            in_lockstep=False,
+            stops_alone=True,
+            finish_is_timed=False,
+            notes=notes,
         )
 
     def step(self, batch: Batch) -> Tensor:

@@ -45,11 +45,10 @@ class UserStrategy(Strategy):
 
     def plan(self, state: RankState) -> Plan:
         """Return a plan to train on every rank."""
-        # A user's strategy need not make ranks wait, so ranks may be one step apart after a stop.
         return replace(
             super().plan(state),
             synchronous=bool(getattr(self._strategy, "synchronous", True)),
-            num_steps_ahead=1,
+            in_lockstep=False,
             averages_weights=bool(getattr(self._strategy, "averages_weights", False)),
         )
 

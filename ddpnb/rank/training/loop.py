@@ -20,13 +20,10 @@ import gc
 import math
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
-from typing import final
 
 import torch
 from torch import nn
 
-from ddpnb.compat.torch_internals import group_store
 from ddpnb.protocol.messages import RunReport, RunSpec, StepEvent
 from ddpnb.rank.cancellation import RunCancelledError
 from ddpnb.rank.random_state import preserve_globals
@@ -40,6 +37,7 @@ from ddpnb.rank.training.fault_injection import FaultInjector
 from ddpnb.rank.training.judging import judged
 from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
 from ddpnb.rank.training.snapshots import Snapshots
+from ddpnb.rank.training.stop import Stop
 from ddpnb.rank.worker import Activations, Worker, is_switched
 
 CEILING_SECONDS = 4.0
@@ -51,8 +49,6 @@ _NOT_SWITCHED = (
     "The optimizer averages weights (schedule-free). This strategy cannot call the optimizer's "
     "eval() during a run, so the scores are those of the training weights."
 )
-STEPS_BETWEEN_LOOKS = 8
-"""Number of steps between two checks for a stop request, if there are several hosts."""
 
 
 def run(
@@ -109,7 +105,7 @@ def _trained(metrics: RunMetrics, should_stop: Callable[[], bool]) -> tuple[nn.M
         # -- prepare ----------------------------------------------------------------------
         fault_injector = FaultInjector(metrics)
         strategy = opened.enter_context(closing(context.strategy()))
-        stop = Stop(metrics, should_stop)
+        stop = Stop(context, should_stop)
         worker = context.worker(
             "t",
             num_steps=context.schedule.num_steps,
@@ -244,49 +240,3 @@ def _train(
         if clock.seconds >= most_seconds or step + 1 >= most_steps:
             break
     metrics.add(clock.stop())
-
-
-@final
-@dataclass(eq=False)
-class Stop:
-    """Stops all ranks of a run before the same step, without a message per step.
-
-    The first rank that is asked to stop chooses the step before which all ranks stop.  This rank
-    writes the number of the chosen step to the process group's store, and all ranks read the store.
-    On one host the store is a file that a rank reads in about 10 us.  On several hosts a rank needs
-    a message to read the store, so ranks read it only every ``STEPS_BETWEEN_LOOKS`` steps.
-
-    No rank can end a synchronous step before every rank has begun the step.  So other ranks are at
-    most ``num_steps_ahead`` steps ahead of the rank that writes to the store (0 on a CPU, a few on
-    a GPU, see ``timing``).  The chosen step is more than ``2 * num_steps_ahead`` steps ahead, so
-    every rank reads the store in time.  Workers that never wait for each other stop independently.
-    """
-
-    metrics: RunMetrics
-    wanted: Callable[[], bool]
-    """Returns True if this rank has been asked to stop."""
-
-    def __post_init__(self) -> None:
-        context, clock = self.metrics.context, self.metrics.clock
-        plan, state = context.plan, context.state
-        self._key = context.name("stop")
-        self._is_alone = plan.num_ranks == 1 or not plan.synchronous or plan.num_steps_ahead is None
-        is_on_one_host = state.local_world_size == state.world_size
-        self._every = 1 if is_on_one_host else STEPS_BETWEEN_LOOKS
-        self._margin = 2 * (clock.num_steps_ahead + (plan.num_steps_ahead or 0) + self._every)
-        self._last: int | None = None
-
-    def before(self, step: int) -> bool:
-        """Return True if this rank must stop before ``step``, which has not begun yet."""
-        if self._is_alone:
-            return self.wanted()
-        if self._last is None and step % self._every == 0:
-            self._last = self._chosen(step)
-        return self._last is not None and step >= self._last
-
-    def _chosen(self, step: int) -> int | None:
-        """Return the step before which all ranks stop; None if no rank has been asked to stop."""
-        store = group_store()
-        if self.wanted():
-            store.compare_set(self._key, "", str(step + self._margin))  # the first choice counts
-        return int(store.get(self._key)) if store.check([self._key]) else None

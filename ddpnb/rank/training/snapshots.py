@@ -78,7 +78,7 @@ class Snapshots:
             self._worker.switch_optimizers(training=False)
             self._copy(shard)
             self._worker.switch_optimizers(training=True)
-            if context.plan.num_steps_ahead == 0:
+            if context.plan.in_lockstep:
                 context.barrier()  # wait until the slowest rank has made its copy
 
     def average(self) -> None:
