@@ -1,16 +1,27 @@
 """Asynchronous strategies do not wait, count staleness and lose only a dead worker's shard."""
 
 import os
+import random
 import signal
+import socket
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from multiprocessing import AuthenticationError
+from multiprocessing import connection as connections
 from pathlib import Path
+from unittest.mock import patch
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from ddpnb.rank.cancellation import RankLostError
 from ddpnb.rank.servers.client import RunOverError
+from ddpnb.rank.strategies import make_strategy
 from tests.rank.fit import Problem, by_hand, by_strategy, distance
 
 KINDS = [
@@ -155,6 +166,116 @@ def test_a_silent_worker_is_given_up(ranks, word):
     assert failure.cause.rank == 1
     assert len(fit.lost) == 1
     assert distance(fit, other) == 0
+
+
+BIG = Problem(model=lambda: nn.Sequential(nn.Linear(6, 400_000), nn.Linear(400_000, 3)))
+"""16 MB of parameters, which is more than the buffers of a connection can hold."""
+
+
+def close_beside_stopped(state, folder, stopped, sign, ends_by, way):
+    """Block this rank at a stopped rank, and return how many seconds ``close`` takes.
+
+    A worker is stopped while the server sends parameters, or rank 0 before it gets gradients.
+    """
+    own = folder / f"own-{state.rank}" if way == "hosts" else folder
+    own.mkdir(exist_ok=True)
+    strategy = make_strategy("async:bound=0", {})
+    context = BIG.context(strategy, state, own)
+    worker = context.worker("t", num_steps=9)
+    worker.local_world_size = 1 if way == "hosts" else state.world_size
+    strategy.setup(worker)
+    batch = context.first_batch(2)
+    if state.rank in stopped:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    if state.rank == 0 or 0 in stopped:
+        wait_for(sign)
+    if ends_by == "abort" and state.rank:
+        threading.Timer(0.5, worker.cancellation.abort).start()
+    elif state.rank:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        strategy.step(batch)
+        time.sleep(0.3)
+    except (RankLostError, KeyboardInterrupt):
+        pass
+    began = time.monotonic()
+    strategy.close()
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("way", ["host", "hosts"])
+@pytest.mark.parametrize(
+    ("size", "stopped", "ends_by"),
+    [*((num + 1, range(1, num + 1), "") for num in (1, 2, 5)), (3, [0], "abort"), (3, [0], "")],
+)
+def test_a_stopped_process_does_not_delay_the_end(
+    fresh_ranks, tmp_path, size, stopped, ends_by, way
+):
+    group, sign = fresh_ranks(size), tmp_path / "sign"
+    group.begin(close_beside_stopped, list(stopped), sign, ends_by, way)
+    processes = [psutil.Process(group.ranks[rank].process.pid) for rank in stopped]
+    deadline = time.monotonic() + 30
+    while {each.status() for each in processes} != {psutil.STATUS_STOPPED}:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    sign.touch()
+    try:
+        others = [rank for rank in group.ranks if rank.number not in stopped]
+        assert all(rank.end() < 2 for rank in others)
+    finally:
+        for process in processes:
+            process.resume()
+
+
+def strangers(address: tuple[str, int], num: int, seed: int) -> list[socket.socket]:
+    """Connect to a port as a port scan, a browser, a silent process and a worker of another run."""
+    chance, opened = random.Random(seed), []
+    for _ in range(num):
+        if (kind := chance.choice(["scan", "browser", "silent", "key"])) == "key":
+            with pytest.raises((AuthenticationError, EOFError, OSError)):
+                connections.Client(address, authkey=b"another")
+            continue
+        opened.append(socket.create_connection(address, 5))
+        if kind == "scan":
+            opened[-1].close()
+        elif kind == "browser":
+            opened[-1].sendall(b"GET / HTTP/1.0\r\n\r\n")
+    return opened
+
+
+def with_strangers(state, folder, seed):
+    """Train while strangers connect to the server before, between and after the workers."""
+    if state.rank:
+        return by_strategy(state, folder, "async", LONG, unhurried, "hosts")
+    process, opened, threads = psutil.Process(), [], []
+    look = getattr(process, "net_connections", None) or process.connections
+    ports = {each.laddr.port for each in look("tcp")}
+    broadcast = dist.broadcast_object_list
+
+    def attacked(*args, **options):
+        (port,) = {each.laddr.port for each in look("tcp") if each.status == "LISTEN"} - ports
+        attack = partial(strangers, ("127.0.0.1", port), 6)
+        opened.extend(attack(seed))
+        threads.append(threading.Thread(target=lambda: opened.extend(attack(seed + 1))))
+        threads[-1].start()
+        return broadcast(*args, **options)
+
+    with patch.object(dist, "broadcast_object_list", attacked):
+        fit = by_strategy(state, folder, "async", LONG, unhurried, "hosts")
+    for thread in threads:
+        thread.join()
+    for each in opened:
+        each.close()
+    return fit
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_strangers_at_the_servers_port_neither_join_nor_delay_a_worker(ranks, seed):
+    began = time.monotonic()
+    fits = ranks(3).call(with_strangers, seed)
+    assert time.monotonic() - began < 10
+    assert len(fits[0].lost) == 0
+    assert sum(len(fit.reports) for fit in fits) == LONG.order(3).num_steps * 3
 
 
 def strike(who: int, when: int, do: Callable[[], object], rank: int, step: int) -> None:

@@ -7,17 +7,21 @@ On rank 0's host, the tensors are in shared memory. Messages through a Unix sock
 process may use the tensors. The system locks the socket for each message, so memory accesses stay
 in order on any processor. The socket is in the run folder, and other users cannot open this
 folder. A restarted worker finds the socket by its path, without a collective. Workers on other
-hosts connect by TCP, and send each tensor after a message.
+hosts connect by TCP, prove that they know the run's key, and send each tensor after a message.
 """
 
 import contextlib
+import secrets
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import answer_challenge, deliver_challenge
 from typing import final
 
 import torch.distributed as dist
 
+from ddpnb.protocol.processes import limit_waits
 from ddpnb.rank.cancellation import RankLostError
 from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.connections import shut_down
@@ -33,7 +37,15 @@ from ddpnb.rank.servers.queue import (
     UpdateCounter,
     WorkQueue,
 )
-from ddpnb.rank.servers.server import HELLO, Server, connection_over, server_address
+from ddpnb.rank.servers.server import (
+    HELLO,
+    STALLED_SECONDS,
+    Server,
+    connection_over,
+    receive,
+    send,
+    server_address,
+)
 from ddpnb.rank.worker import Worker
 
 MakeUpdates = Callable[[Sequence[PackedTensors]], UpdateCounter]
@@ -148,13 +160,14 @@ class Client:
             if self.queue is not None:
                 self.queue.fail(SERVER_RANK)
             else:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # rank 0 may no longer read
+                    limit_waits(self._connection, write_seconds=STALLED_SECONDS).close()
                     self._connection.send_bytes(REQUEST.pack(RequestKind.FAIL, 0.0))
 
     def _meet(self, make_updates: MakeUpdates, bound: int) -> None:
         """Start the server on rank 0 and connect the other ranks to it. Every rank takes part."""
         worker = self._worker
-        place = [0, 0]
+        place: tuple[int, int, bytes] = 0, 0, b""
         if worker.rank == SERVER_RANK:
             num_local = worker.local_world_size
             num_remote = worker.world_size - num_local
@@ -174,33 +187,35 @@ class Client:
                 order=order,
                 bound=bound,
             )
-            place = [self._serve(self.queue, num_remote), num_local]
-        dist.broadcast_object_list(place, src=SERVER_RANK)  # every rank takes part
+            key = secrets.token_bytes(32)
+            place = self._serve(self.queue, num_remote, key), num_local, key
+        sent = [place]
+        dist.broadcast_object_list(sent, src=SERVER_RANK)  # every rank takes part
         if worker.rank == SERVER_RANK:
             return
         try:
-            port, num_local = place  # rank 0's host has the first ranks
-            self._connect(port if worker.rank >= num_local else 0)
-        except OSError as error:
+            port, num_local, key = sent[0]  # rank 0's host has the first ranks
+            self._connect(port if worker.rank >= num_local else 0, key)
+        except (OSError, AuthenticationError) as error:
             raise RankLostError(SERVER_RANK) from error
 
-    def _serve(self, queue: WorkQueue, num_remote: int) -> int:
+    def _serve(self, queue: WorkQueue, num_remote: int, key: bytes) -> int:
         """Start the server. Return the port for other hosts, or 0 if there is only one host."""
         opened = self._opened
         local, port = socket.socket(socket.AF_UNIX), 0
         local.bind(str(self._path))
         opened.callback(self._path.unlink)
-        server = Server(queue, self._memory, self.trained, self._timeout)
+        server = Server(queue, self._memory, self.trained, key, self._timeout)
         opened.callback(server.close)  # before the path is removed
         server.listen(local)
         if num_remote:
             remote = socket.create_server((server_address(), 0))
             port = remote.getsockname()[1]
-            server.listen(remote, num_remote)
+            server.listen(remote)
         opened.enter_context(self._worker.cancellation.held(lambda: queue.fail(SERVER_RANK)))
         return port
 
-    def _connect(self, port: int = 0) -> None:
+    def _connect(self, port: int = 0, key: bytes = b"") -> None:
         """Connect to rank 0 by TCP, or by the Unix socket if the port is 0. Raises ``OSError``."""
         worker, opened = self._worker, self._opened
         if port:
@@ -213,6 +228,9 @@ class Client:
         self._connection = connection = connection_over(connected, self._timeout)
         opened.enter_context(connection)
         opened.enter_context(worker.cancellation.held(lambda: shut_down(connection.fileno())))
+        if self._is_remote:
+            answer_challenge(connection, key)
+            deliver_challenge(connection, key)
         connection.send_bytes(HELLO.pack(worker.rank))
         if self._is_remote:
             self._copy, self._gradients = pack(self.trained), pack(self.trained)
@@ -248,10 +266,10 @@ class Client:
             with contextlib.suppress(OSError):
                 connection.send_bytes(REQUEST.pack(kind, weight))
                 if self._is_remote and kind is RequestKind.STEP:
-                    connection.send_bytes(self._gradients.raw.numpy().data)
+                    send(connection, self._gradients.raw, lambda: False)
             reply = Reply(*REPLY.unpack(connection.recv_bytes()))
             if self._is_remote and reply.lost_rank == NO_RANK:
-                connection.recv_bytes_into(self._copy.raw.numpy().data)
+                receive(connection, self._copy.raw)
         except (EOFError, OSError):
             return Reply(lost_rank=SERVER_RANK)
         return reply

@@ -1,16 +1,18 @@
 """The server that connects other ranks to rank 0's queue, without collectives.  Runs on rank 0.
 
 A separate thread serves each worker's connection. On rank 0's host, the tensors are in shared
-memory. Workers on other hosts send and receive the tensors after the messages.
+memory. Workers on other hosts send and receive the tensors after the messages. These workers prove
+with a secret key that they belong to the run.
 """
 
 import contextlib
+import os
 import socket
 import struct
-import sys
 import threading
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import final
 
 import torch.distributed as dist
@@ -24,6 +26,9 @@ from ddpnb.rank.servers.queue import NO_RANK, REPLY, REQUEST, RequestKind, WorkQ
 
 HELLO = struct.Struct("<q")
 """Binary format of a worker's first message. The message contains the worker's rank."""
+
+STALLED_SECONDS = 0.5
+"""Seconds without progress after which a run that ends stops sending to a worker."""
 
 
 def server_address() -> str:
@@ -44,12 +49,33 @@ def connection_over(connected: socket.socket, timeout_seconds: float) -> Connect
     return connection
 
 
+def send(connection: Connection, raw: Tensor, keeps_trying: Callable[[], bool]) -> None:
+    """Send all bytes. If the other end reads nothing within the write limit, ask whether to end."""
+    data = raw.numpy().data
+    while data:
+        try:
+            data = data[os.write(connection.fileno(), data) :]
+        except BlockingIOError:
+            if not keeps_trying():
+                raise
+
+
+def receive(connection: Connection, raw: Tensor) -> None:
+    """Fill a tensor with the bytes that the other end sends."""
+    data = raw.numpy().data
+    while data:
+        if not (num := os.readv(connection.fileno(), [data])):
+            raise EOFError
+        data = data[num:]
+
+
 @final
 class Server:
     """Serves each connection in a separate thread.
 
-    ``parameters`` has the shapes and types of the gradients from other hosts. ``timeout_seconds``
-    limits each read or write, and the wait for each thread in ``close``.
+    ``parameters`` has the shapes and types of the gradients from other hosts. Workers on other
+    hosts know the ``key``. ``timeout_seconds`` limits each read or write until a worker has said
+    its rank, and the wait for each thread in ``close``.
     """
 
     def __init__(
@@ -57,9 +83,11 @@ class Server:
         queue: WorkQueue,
         memory: SharedMemory,
         parameters: Sequence[Tensor],
+        key: bytes,
         timeout_seconds: float,
     ) -> None:
         self._queue = queue
+        self._key = key
         self._memory = memory
         self._parameters = parameters
         self._timeout = timeout_seconds
@@ -69,15 +97,18 @@ class Server:
         self._acceptors: list[threading.Thread] = []
         self._threads: list[threading.Thread] = []
 
-    def listen(self, listener: socket.socket, most: int = sys.maxsize) -> None:
-        """Accept at most ``most`` connections at a bound socket."""
+    def listen(self, listener: socket.socket) -> None:
+        """Accept connections at a bound socket until ``close``."""
         listener.settimeout(None)  # ignore the user's default timeout
         listener.listen()
         self._listeners.append(listener)
-        self._acceptors.append(_started(self._accept, listener, most))
+        self._acceptors.append(_started(self._accept, listener))
 
     def close(self) -> None:
-        """Stop accepting connections and requests, and wait until the last replies are sent."""
+        """Stop accepting connections and requests, and wait until the last replies are sent.
+
+        A worker that no longer reads delays the end by at most ``STALLED_SECONDS``.
+        """
         self._is_closing = True
         for listener in self._listeners:  # macOS cannot shut down a listener, so wake its thread
             with contextlib.suppress(OSError), socket.socket(listener.family) as last:
@@ -91,20 +122,22 @@ class Server:
         for thread in self._threads:
             thread.join(self._timeout)
 
-    def _accept(self, listener: socket.socket, most: int) -> None:
-        with listener, contextlib.suppress(OSError):
-            for _ in range(most):
-                connection = connection_over(listener.accept()[0], self._timeout)
-                if self._is_closing:
-                    return connection.close()
-                self._connected.append(connection)
-                is_remote = listener.family != socket.AF_UNIX
-                self._threads.append(_started(self._serve, connection, is_remote))
+    def _accept(self, listener: socket.socket) -> None:
+        with listener:
+            while not self._is_closing:
+                with contextlib.suppress(OSError):  # the other end has already disconnected
+                    connection = connection_over(listener.accept()[0], self._timeout)
+                    self._connected.append(connection)
+                    is_remote = listener.family != socket.AF_UNIX
+                    self._threads.append(_started(self._serve, connection, is_remote))
 
     def _serve(self, connection: Connection, is_remote: bool) -> None:
         """Serve one worker until it is done, is lost or has failed."""
         queue = self._queue
-        with connection, contextlib.suppress(EOFError, OSError):
+        with connection, contextlib.suppress(EOFError, OSError, AuthenticationError):
+            if is_remote:
+                deliver_challenge(connection, self._key)
+                answer_challenge(connection, self._key)
             (rank,) = HELLO.unpack(connection.recv_bytes())
             if is_remote:
                 gradients = pack(self._parameters)
@@ -112,7 +145,7 @@ class Server:
                 self._memory.send(connection)
                 gradients = self._memory.gradients(rank)
             # From here on, ``close`` ends every wait, and the queue checks the timeout.
-            limit_waits(connection, write_seconds=0, read_seconds=0).close()
+            limit_waits(connection, write_seconds=STALLED_SECONDS, read_seconds=0).close()
             incarnation, kind = object(), RequestKind.BEGIN
             try:
                 while kind is not RequestKind.DONE:
@@ -122,13 +155,15 @@ class Server:
                         queue.fail(rank)
                         return
                     if is_remote and kind is RequestKind.STEP:
-                        connection.recv_bytes_into(gradients.raw.numpy().data)
+                        receive(connection, gradients.raw)
                     reply = queue.handle(rank, kind, weight, gradients.tensors, incarnation)
                     connection.send_bytes(REPLY.pack(*reply))
                     if reply.lost_rank != NO_RANK:
                         return
                     if is_remote:
-                        connection.send_bytes(self._memory.copy_of(rank).raw.numpy().data)
+                        send(
+                            connection, self._memory.copy_of(rank).raw, lambda: not self._is_closing
+                        )
             except (EOFError, OSError):
                 # Reply, because the worker may be alive (declared lost, or rank 0 disconnected).
                 connection.send_bytes(REPLY.pack(*queue.lose(rank, incarnation)))
