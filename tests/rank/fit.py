@@ -27,6 +27,8 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.5),
+    "decay": lambda parameters: torch.optim.SGD(parameters, 0.05, 0.9, weight_decay=0.5),
 }
 
 

@@ -80,6 +80,31 @@ def test_a_bound_of_0_is_synchronous_across_hosts_too(ranks):
     assert {report.staleness for fit in fits for report in fit.reports} == {0}
 
 
+class RareHead(nn.Module):
+    """A model with a layer that few samples use, and a layer that no sample uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.common, self.rare, self.idle = (nn.Linear(6, 3) for _ in range(3))
+
+    def forward(self, inputs):
+        outputs, chosen = self.common(inputs), inputs[:, 0] > 1.0
+        if chosen.any():
+            outputs = outputs.index_add(0, chosen.nonzero()[:, 0], self.rare(inputs[chosen]))
+        return outputs
+
+
+@pytest.mark.parametrize("optimizer", ["decay", "adamw"])
+@pytest.mark.parametrize(("size", "way"), [(2, "hosts"), (3, "host"), (4, "host"), (5, "hosts")])
+def test_parameters_without_a_gradient_are_skipped_by_the_server(ranks, size, way, optimizer):
+    problem = Problem(model=RareHead, optimizer=optimizer, num_epochs=3)
+    reference, start = by_hand(problem, size), problem.build()
+    for fit in ranks(size).call(by_strategy, "async:bound=0", problem, None, way):
+        assert distance(fit, reference) < 1e-5
+    for fit in ranks(size).call(by_strategy, "async", problem, None, way):
+        assert torch.equal(fit.parameters[-2], start.idle.weight)
+
+
 @kinds
 def test_it_finds_the_known_optimum_of_a_convex_problem(ranks, way, word):
     problem = Problem(model="linear", learning_rate=0.2, num_epochs=45, batch_size=16)

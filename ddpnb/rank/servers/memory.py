@@ -31,13 +31,20 @@ class PackedTensors(NamedTuple):
     """All bytes of the memory, as a uint8 tensor."""
     tensors: list[Tensor]
     """Views of ``raw`` with the requested shapes and types."""
+    is_given: Tensor
+    """View of ``raw`` with one number for each tensor: 0 if the latest value was None."""
+
+    @property
+    def values(self) -> Gradients:
+        """The tensors, with None for each tensor whose latest value was None."""
+        pairs = zip(self.tensors, self.is_given.tolist(), strict=True)
+        return [tensor if is_given else None for tensor, is_given in pairs]
 
     def fill(self, values: Gradients) -> None:
-        """Copy detached values from any device to the tensors. If a value is None, write zeros."""
+        """Copy detached values from any device to the tensors, except values that are None."""
+        self.is_given.copy_(torch.tensor([value is not None for value in values]))
         for tensor, value in zip(self.tensors, values, strict=True):
-            if value is None:
-                tensor.zero_()
-            else:
+            if value is not None:
                 tensor.copy_(value)
 
 
@@ -108,14 +115,15 @@ def _views(raw: Tensor, like: Sequence[Tensor]) -> PackedTensors:
     tensors, start = [], 0
     for tensor in like:
         tensors.append(raw[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-        start += _padded_num_bytes(tensor)
-    return PackedTensors(raw, tensors)
+        start += _padded(tensor.nbytes)
+    return PackedTensors(raw, tensors, raw[start : start + len(like)])
 
 
 def _packed_num_bytes(like: Sequence[Tensor]) -> int:
     """Return the number of bytes that these tensors need if packed, including padding."""
-    return max(_ALIGNMENT_BYTES, sum(_padded_num_bytes(tensor) for tensor in like))
+    num_flags = max(1, len(like))
+    return sum(map(_padded, (*(tensor.nbytes for tensor in like), num_flags)))
 
 
-def _padded_num_bytes(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -156,7 +156,7 @@ class Server:
                         return
                     if is_remote and kind is RequestKind.STEP:
                         receive(connection, gradients.raw)
-                    reply = queue.handle(rank, kind, weight, gradients.tensors, incarnation)
+                    reply = queue.handle(rank, kind, weight, gradients.values, incarnation)
                     connection.send_bytes(REPLY.pack(*reply))
                     if reply.lost_rank != NO_RANK:
                         return
