@@ -132,6 +132,8 @@ class Worker:
     the parameters.  Asynchronous strategies set the staleness in each step."""
     version: int = 0
     """The number of the update that used the last gradient; 0 if updates are not counted."""
+    schedule_step: int | None = None
+    """Position in the learning-rate schedule.  If None, each optimizer counts its own steps."""
     notes: list[str] = field(default_factory=list)
     """Notes to show with the results, such as facts that a strategy finds out in ``setup``."""
     num_prefetched: int = 0

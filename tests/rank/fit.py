@@ -23,11 +23,19 @@ from tests.rank.runs import spec_of
 BeforeStep = Callable[[int, int], None]
 """A function of rank and step number that a test uses to inject a fault before a step."""
 
+
+def scheduled(parameters: list[nn.Parameter]) -> Any:
+    """Return an optimizer with a schedule that never uses a rate twice."""
+    made = torch.optim.SGD(parameters, lr=0.1)
+    return made, torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1 / (1 + step))
+
+
 OPTIMIZERS: dict[str, OptimizerFactory] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.5),
+    "scheduled": scheduled,
     "decay": lambda parameters: torch.optim.SGD(parameters, 0.05, 0.9, weight_decay=0.5),
 }
 

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing import connection as connections
@@ -191,6 +192,45 @@ def test_a_silent_worker_is_given_up(ranks, word):
     assert failure.cause.rank == 1
     assert len(fit.lost) == 1
     assert distance(fit, other) == 0
+
+
+def schedule_steps(state, folder, seed, before_step, joins=False):
+    """Train at a random speed. Return the number of known updates and the rate of each step."""
+    problem, found = Problem(optimizer="scheduled", num_epochs=8), []
+    slowness = random.Random(seed + state.rank).choice([0.001, 0.004, 0.02])
+    with closing(make_strategy("hogwild", {})) as strategy:
+        context = problem.context(strategy, state, folder)
+        worker = context.worker("t", num_steps=context.schedule.num_steps)
+        worker.joins = joins
+        strategy.setup(worker)
+        with context.source(strategy.shards()) as source:
+            for number, (shard, tree) in enumerate(source):
+                time.sleep(slowness)
+                before_step(state.rank, number)
+                known = worker.version
+                strategy.step(context.batch(shard, tree))
+                found.append((known, worker.optimizers[0].param_groups[0]["lr"]))
+        strategy.finish()
+    return found
+
+
+@pytest.mark.parametrize("size", range(1, 6))
+def test_schedules_of_hogwild_follow_the_updates_by_all_workers(fresh_ranks, tmp_path, size):
+    """One worker has plain torch's schedule, and a new process continues in the schedule."""
+    group, came = fresh_ranks(size), tmp_path / "came"
+    for seed in range(2):
+        dies = seed == 1 and size > 1
+        group.begin(schedule_steps, seed, partial(wait_for_another, came) if dies else unhurried)
+        if dies:
+            assert group.ranks[1].end().cause is None
+            group.ranks[1] = group.outside(1)
+            group.ranks[1].begin(schedule_steps, seed, partial(say_i_came, came), True)
+        results = [rank.end() for rank in group.ranks]
+        for found in results:
+            rates = [0.1 / (1 + known // size) for known, _ in found]
+            assert [rate for _, rate in found] == pytest.approx(rates)
+        assert size > 1 or [known for known, _ in results[0]] == list(range(len(results[0])))
+        assert not dies or results[1][0][0] > 5
 
 
 BIG = Problem(model=lambda: nn.Sequential(nn.Linear(6, 400_000), nn.Linear(400_000, 3)))

@@ -119,6 +119,7 @@ class Client:
                 parameter.data = tensor
         reply = self._call(RequestKind.BEGIN)
         self._shards.extend(reply.shards)
+        self._worker.version = reply.version
         self._worker.clock.wait_until(reply.now)
 
     def shards(self) -> Iterator[int]:

@@ -47,7 +47,7 @@ class Reply(NamedTuple):
     staleness: int = 0
     """Number of updates by other workers between this worker's last read and its update."""
     version: int = 0
-    """Number of the update that contains this worker's gradient."""
+    """Number of the update that contains this worker's gradient, or of the update that it joins."""
     first_shard: int = 0
     num_shards: int = 0
     stride: int = 1
@@ -224,7 +224,7 @@ class WorkQueue:
         self._note_progress()
         self._wait(lambda: self._has_begun)
         self._living(rank, incarnation)
-        return self._reply(rank, shards, is_first=not joins)
+        return self._reply(rank, shards, version=self.updates.version, is_first=not joins)
 
     def _take_turn(self, rank: int, worker: _Worker | None) -> None:
         """Wait until this worker's request is the next request in virtual time."""

@@ -5,7 +5,8 @@
 Each worker reads and updates the parameters while other workers write them. So w_old may mix values
 from before and after another worker's update. Each worker has a separate optimizer and momentum.
 The staleness of an update is the number of updates that other workers made since this worker's
-previous update. The weight b_i / B is the worker's share of a global batch, as in ``async``.
+previous update. The weight b_i / B is the worker's share of a global batch, as in ``async``. A
+schedule of the learning rate advances by one step for every N updates by the N workers together.
 
 Option:
 
@@ -49,6 +50,7 @@ class Hogwild(AsynchronousStrategy):
             (micro_batch.share * loss).backward()
         # communicate: nothing, because the parameters are shared
         # update: in the shared memory, while other workers do the same
+        worker.schedule_step = worker.version // worker.world_size
         with scaled_rate(self.optimizer, batch.weight):
             worker.update(self.optimizer)
         worker.staleness = self.client.step(batch.weight)

@@ -97,7 +97,7 @@ class RunContext:
         model.train()
         seed_everything(self.spec.seed + 1 + self.state.rank)  # dropout differs between ranks
         num_updates = max(1, round(self.schedule.num_steps * self.plan.updates_per_batch))
-        return Worker(
+        worker: Worker = Worker(
             model=model,
             make_model=self.make_model,
             training_step=self.task.step,
@@ -108,6 +108,7 @@ class RunContext:
                 function=self.task.optimizer,
                 spec=self.spec,
                 num_updates=num_updates,
+                schedule_step=lambda: worker.schedule_step,
             ),
             device=self.device,
             rank=self.state.rank,
@@ -125,6 +126,7 @@ class RunContext:
             num_prefetched=self.num_data_workers * getattr(self.task.train, "num_prefetched", 0),
             cancellation=self.here.cancellation,
         )
+        return worker
 
     @cached_property
     def laboratory(self) -> Laboratory | None:

@@ -23,6 +23,7 @@ def make_optimizer(
     function: Callable[..., Any] | None,
     spec: RunSpec,
     num_updates: int,
+    schedule_step: Callable[[], int | None] = lambda: None,
 ) -> Optimizer:
     """Return an optimizer that clips gradients and advances its scheduler, with any strategy.
 
@@ -35,7 +36,8 @@ def make_optimizer(
 
     On a server, the parameters are copies of the model's parameters.  ``function`` is the cell's
     function ``optimizer``.  If ``function`` is None, the optimizer is SGD.  ``num_updates`` is the
-    number of updates in the whole run.
+    number of updates in the whole run.  Before each step, ``schedule_step`` returns the position in
+    the schedule, or None if the optimizer's own steps count.
 
     Raises:
         UserError: if the cell's function does not return an optimizer.
@@ -49,7 +51,7 @@ def make_optimizer(
         counts = {"num_steps": num_updates} if "num_steps" in names else {}
         made, scheduler = _checked(function(given, **counts))
         if scheduler is not None:
-            _advance(made, scheduler, num_updates)
+            _advance(made, scheduler, num_updates, schedule_step)
     if (clip := spec.clip) is not None:
 
         def clip_gradients(stepping: Optimizer, *_: object) -> None:
@@ -76,27 +78,34 @@ def _checked(result: Any) -> tuple[Optimizer, LRScheduler | None]:
     )
 
 
-def _advance(made: Optimizer, scheduler: LRScheduler, num_updates: int) -> None:
+def _advance(
+    made: Optimizer,
+    scheduler: LRScheduler,
+    num_updates: int,
+    schedule_step: Callable[[], int | None],
+) -> None:
     """Make the optimizer advance the scheduler before the next step instead of after a step.
 
     Strategies may scale the learning rate for one update, and restore it before the next step.
     """
-    num_made = 0
+    num_made = position = 0
     is_stepping = False  # torch calls hooks again if a step calls its parent class's step
 
     def advance(stepping: Optimizer, *_: object) -> None:
-        nonlocal num_made, is_stepping
+        nonlocal num_made, position, is_stepping
         if is_stepping:
             return
         is_stepping = True
-        if 0 < num_made <= num_updates:
-            # If the strategy uses another optimizer, torch warns that this one made no step.
-            is_first = num_made == 1
+        wanted, before = schedule_step(), position
+        while position < min(num_made if wanted is None else wanted, num_updates):
+            # If another optimizer or worker made the first step, torch warns that this one did not.
+            is_first = position == 0
             with warnings.catch_warnings(action="ignore") if is_first else contextlib.nullcontext():
                 scheduler.step()
-            if stepping is not made:  # as in zero, which builds its optimizer from this optimizer
-                for group, source in zip(stepping.param_groups, made.param_groups, strict=True):
-                    group.update({**source, "params": group["params"]})
+            position += 1
+        if position > before and stepping is not made:  # as in zero: its optimizer has other groups
+            for group, source in zip(stepping.param_groups, made.param_groups, strict=True):
+                group.update({**source, "params": group["params"]})
         num_made += 1
 
     def end(*_: object) -> None:
