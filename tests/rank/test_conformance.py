@@ -1,6 +1,8 @@
 """Every strategy equals plain SGD in all cases in which it should compute plain SGD."""
 
 import pytest
+import torch
+from torch import nn
 
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.rank.strategies.gossip import partner_in_step
@@ -67,14 +69,16 @@ def test_on_several_ranks_it_is_one_process_with_the_whole_batch(ranks, name, nu
 
 S = 4 * (6 * 16 + 16 + 16 * 3 + 3)
 """Bytes of the float32 parameters of a ``Problem``'s model."""
+FLAGS = 4 * 4
+"""Bytes of one flag for each parameter."""
 SENT = {
     "single": lambda n: 0,
     "dp": lambda n: S if n > 1 else 0,
     "ddp": lambda n: 2 * (n - 1) * S,
-    "ddp-by-hand": lambda n: 2 * (n - 1) * S,
-    "ddp-overlap-by-hand": lambda n: 2 * (n - 1) * S,
-    "ring-by-hand": lambda n: 2 * (n - 1) * S,
-    "central": lambda n: 2 * (n - 1) * S,
+    "ddp-by-hand": lambda n: 2 * (n - 1) * (S + FLAGS),
+    "ddp-overlap-by-hand": lambda n: 2 * (n - 1) * (S + FLAGS),
+    "ring-by-hand": lambda n: 2 * (n - 1) * (S + FLAGS),
+    "central": lambda n: 2 * (n - 1) * (S + FLAGS),
     "async": lambda n: n * S,
     "async:compensate=on": lambda n: n * S,
     "hogwild": lambda n: n * S,
@@ -119,6 +123,39 @@ def test_ranks_agree_in_the_end_have_sent_what_is_known_and_leave_nothing(ranks,
     is_due = [k % 7 == 6 or "every=7" not in word for k in range(len(sent[0]))]
     for due, found in zip(is_due, (first, second, *others), strict=True):
         assert expected in (None, found) if due else found == 0
+
+
+class Experts(nn.Module):
+    """A model that uses one of two experts for each sample, and has a layer that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(6, 3) for _ in range(2))
+        self.unused = nn.Linear(6, 3)
+
+    def forward(self, inputs):
+        chosen = (inputs[:, 0] > 1).long()
+        outputs = [
+            self.experts[number](each) for number, each in zip(chosen.tolist(), inputs, strict=True)
+        ]
+        return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("single", "dp", "ddp:find_unused_parameters=on", "ddp-by-hand", "ring-by-hand"),
+        *("ddp-overlap-by-hand", "ddp-overlap-by-hand:bucket_mb=25", "central"),
+    ],
+)
+def test_parameters_without_a_gradient_on_any_rank_are_not_updated(ranks, name, num_ranks):
+    """Weight decay and Adam's momentum would change these parameters."""
+    problem = Problem(model=Experts, optimizer="adamw", num_epochs=1)
+    fits = took_part(ranks(num_ranks).call(by_strategy, name, problem))
+    reference = by_hand(problem, num_ranks)
+    assert all(distance(fit, reference) < 1e-5 for fit in fits)
+    assert torch.equal(reference.parameters[-1], problem.build().unused.bias)
 
 
 @pytest.mark.parametrize("hook", ["fp16", "bf16"])

@@ -27,6 +27,8 @@ def optimizer(params):
     return torch.optim.SGD(params, lr=0.1)
 """
 S = 4 * (5 * 300 + 2 * 300)
+FLAGS = 4 * 3 * 8 / 1e6
+"""Seconds of one flag for each parameter."""
 LATENCY = 0.003
 TRANSFER = S * 8 / 1e6
 """Seconds that all parameters take over the link."""
@@ -58,9 +60,9 @@ EXCHANGE = {
     ("no-comm", 3): 0.0,
     ("ddp", 2): ring(2),
     ("ddp", 8): ring(8),
-    ("ddp-by-hand", 3): ring(3),
-    ("ring-by-hand", 3): ring(3),
-    ("central", 3): 4 * (LATENCY + TRANSFER),
+    ("ddp-by-hand", 3): ring(3, TRANSFER + FLAGS),
+    ("ring-by-hand", 3): ring(3, TRANSFER + FLAGS),
+    ("central", 3): 4 * (LATENCY + TRANSFER + FLAGS),
     ("gossip", 2): LATENCY + TRANSFER,
     ("dp", 3): 4 * LATENCY + 2 * TRANSFER + 3 * LATENCY + 2 * 8 * (16 + 8 + 8) * 8 / 1e6,
 }

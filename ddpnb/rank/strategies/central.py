@@ -11,7 +11,8 @@ stores variables on the CPU and runs a copy of the computation on each device.
 - Messages per step and dtype: one reduce of all gradients to rank 0, then one broadcast of all
   parameters from rank 0.
 - Bytes sent per step, with N ranks: rank 0 sends (N - 1) S bytes of parameters to the other ranks.
-  Each other rank sends S bytes of gradients. S is the size of all parameters in bytes.
+  Each other rank sends S bytes of gradients. S is the size of all parameters and of one flag per
+  parameter. If no rank has a gradient for a parameter, the update skips the parameter.
 """
 
 from typing import final
@@ -19,7 +20,7 @@ from typing import final
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddpnb.rank.collectives.flat import FlatBuffer, gradients
+from ddpnb.rank.collectives.flat import FlatBuffer
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.worker import Batch, Worker
 
@@ -31,7 +32,7 @@ class Central(Strategy):
     def setup(self, worker: Worker) -> None:
         """Create the flat buffer and, on rank 0, the master copy and its optimizer."""
         self.worker = worker
-        self.flat = FlatBuffer(worker.parameters)
+        self.flat = FlatBuffer(worker.parameters, has_flags=True)
         if worker.rank == 0:
             self.held = [nn.Parameter(p.detach().cpu().clone()) for p in worker.parameters]
             self.optimizer = worker.optimizer(self.held)
@@ -45,13 +46,12 @@ class Central(Strategy):
             # backward; the weight b_i / B makes the sum over ranks a mean over samples
             (batch.weight * micro_batch.share * loss).backward()
         # communicate: rank 0 gets the sum; every rank takes part
-        flat.gather(gradients(flat.tensors))
+        flat.gather_gradients()
         for buffer in flat.buffers:
             dist.reduce(buffer, dst=0)
         # update: only rank 0
         if worker.rank == 0:
-            for parameter, view in zip(self.held, flat.views, strict=True):
-                parameter.grad = view.cpu().clone()
+            flat.scatter_gradients(self.held)
             worker.update(self.optimizer)
             flat.gather(self.held)
         # communicate: rank 0 sends the parameters; every rank takes part

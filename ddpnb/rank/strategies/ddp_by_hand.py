@@ -10,13 +10,14 @@ Reference: Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 4; Li et
 Distributed", PVLDB 13(12), 2020, section 3.2.1 (the naive solution).
 
 - Messages per step and dtype: one all-reduce of all gradients.
-- Bytes sent per step and rank, with N ranks: 2 (N - 1) / N * S. S is the size of all gradients.
+- Bytes sent per step and rank, with N ranks: 2 (N - 1) / N * S. S is the size of all gradients and
+  of one flag per parameter. If no rank has a gradient for a parameter, the update skips it.
 """
 
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpnb.rank.collectives.flat import FlatBuffer, gradients
+from ddpnb.rank.collectives.flat import FlatBuffer
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.worker import Batch, Worker
 
@@ -27,7 +28,7 @@ class DdpByHand(Strategy):
     def setup(self, worker: Worker) -> None:
         """Create the optimizer and the flat buffer for the gradients."""
         super().setup(worker)
-        self.flat = FlatBuffer(worker.parameters)
+        self.flat = FlatBuffer(worker.parameters, has_flags=True)
 
     def step(self, batch: Batch) -> Tensor:
         """Train on this rank's slice of one global batch. Every rank takes part."""
@@ -38,11 +39,10 @@ class DdpByHand(Strategy):
             # backward; the weight b_i / B makes the sum over ranks a mean over samples
             (batch.weight * micro_batch.share * loss).backward()
         # communicate: every rank takes part
-        mine = gradients(self.flat.tensors)
-        self.flat.gather(mine)
+        self.flat.gather_gradients()
         for buffer in self.flat.buffers:
             self.all_reduce(buffer)
-        self.flat.scatter(mine)
+        self.flat.scatter_gradients(worker.parameters)
         # update: the same on every rank
         worker.update(self.optimizer)
         return worker.mean_loss

@@ -18,7 +18,8 @@ Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Par
 PVLDB 13(12), 2020, sections 3.2.2 (bucketing) and 3.2.3 (overlap).
 
 - Messages per step: one all-reduce per parameter, or per bucket and dtype with ``bucket_mb``.
-- Bytes sent per step and rank, with N ranks: 2 (N - 1) / N * S. S is the size of all gradients.
+- Bytes sent per step and rank, with N ranks: 2 (N - 1) / N * S. S is the size of all gradients and
+  of one flag per parameter. If no rank has a gradient for a parameter, the update skips it.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from typing import final
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddpnb.rank.collectives.flat import FlatBuffer, gradients, num_bytes
+from ddpnb.rank.collectives.flat import FlatBuffer, num_bytes
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.worker import Batch, Worker
 
@@ -44,7 +45,7 @@ class DdpOverlapByHand(Strategy):
         """Create the optimizer and the buckets, and install the hooks."""
         super().setup(worker)
         self.buckets = buckets_of(worker.parameters, self.bucket_mb)
-        self.flat = [FlatBuffer(bucket) for bucket in self.buckets]
+        self.flat = [FlatBuffer(bucket, has_flags=True) for bucket in self.buckets]
         self.hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self.on_gradient, number))
             for number, bucket in enumerate(self.buckets)
@@ -69,7 +70,7 @@ class DdpOverlapByHand(Strategy):
             for work in works:
                 assert work is not None, "this rank is in the group"
                 work.wait()
-            flat.scatter(gradients(bucket))
+            flat.scatter_gradients(bucket)
         # update: the same on every rank
         worker.update(self.optimizer)
         return worker.mean_loss
@@ -97,11 +98,9 @@ class DdpOverlapByHand(Strategy):
 
         The rank sends zeros for parameters without a gradient.
         """
-        number = len(self.sent)
-        self.flat[number].gather(gradients(self.buckets[number]))
-        self.sent.append(
-            [dist.all_reduce(each, async_op=True) for each in self.flat[number].buffers]
-        )
+        flat = self.flat[len(self.sent)]
+        flat.gather_gradients()
+        self.sent.append([dist.all_reduce(each, async_op=True) for each in flat.buffers])
 
 
 def buckets_of(parameters: Sequence[nn.Parameter], bucket_mb: float) -> list[list[nn.Parameter]]:

@@ -11,8 +11,8 @@ Reference: Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clus
 Workstations", Journal of Parallel and Distributed Computing 69(2), 2009.
 
 - Messages per step, rank and dtype: 2 (N - 1), all of them to the next rank.
-- Bytes sent per step and rank, with N ranks: 2 (N - 1) / N * S. S is the size of all gradients. If
-  N does not divide the number of gradients evenly, chunks differ by one element.
+- Bytes sent per step and rank, with N ranks: 2 (N - 1) / N * S. S is the size of all gradients and
+  of one flag per parameter. If N does not divide their number evenly, chunks differ by one element.
 """
 
 from typing import final
