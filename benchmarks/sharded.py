@@ -7,7 +7,7 @@ from benchmarks.measure import Figure
 from benchmarks.rank_calls import rank_calls
 from ddpnb.protocol.messages import RankState, RunReport, RunSpec
 from ddpnb.rank.training import loop
-from ddpnb.rank.training.context import Surroundings
+from ddpnb.rank.training.run import Surroundings
 
 NUM_RANKS = 2
 MEGABYTE = 1e6
@@ -53,7 +53,7 @@ def measure() -> list[Figure]:
 
 def train(state: RankState, folder: Path, spec: RunSpec) -> RunReport:
     """Train two steps; every rank takes part."""
-    return loop.run(
+    return loop.train(
         spec,
         Surroundings(state=state, folder=folder),
         publish=lambda _: None,

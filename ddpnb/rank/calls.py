@@ -18,7 +18,7 @@ from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.inspect import collective, ddp_steps, replicas, samples, subject
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.training import loop, validation
-from ddpnb.rank.training.context import Surroundings
+from ddpnb.rank.training.run import Surroundings
 
 Implementation = Callable[Concatenate[RankEngine, Arguments], Result]
 
@@ -111,7 +111,7 @@ def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None) -> 
     publisher = Publisher(rank=group.rank, run_id=spec.run_id, first_batch=first_batch)
     with closing(publisher), engine.adopted_group.during():
         return cells.interruptible(
-            lambda: loop.run(
+            lambda: loop.train(
                 spec,
                 replace(surroundings_of(engine, spec), rejoin_info=rejoin_info),
                 publish=publisher.publish,

@@ -11,7 +11,7 @@ import torch
 
 from ddpnb.protocol.messages import Mark, RunHeader, RunSpec, StepEvent
 from ddpnb.rank.training import loop
-from ddpnb.rank.training.context import Surroundings
+from ddpnb.rank.training.run import Surroundings
 from tests.cells import CELL
 
 FEATURED = ["ddp", "fsdp", "async", "dp"]
@@ -28,7 +28,7 @@ def train_job(state, folder, spec, stop_at=math.inf, stop_ranks=(0,)):
     """Run a spec, check that it leaves no trace, and return its report and published events."""
     events: list[Any] = []
     before = random_state()
-    report = loop.run(
+    report = loop.train(
         spec,
         Surroundings(state=state, folder=folder),
         publish=events.append,

@@ -10,7 +10,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.rank.random_state import note_start
 from ddpnb.rank.tasks.cell import cell_task
 from ddpnb.rank.training import loop, validation
-from ddpnb.rank.training.context import Surroundings
+from ddpnb.rank.training.run import Surroundings
 from tests.cells import CELL, NET, ROWS
 from tests.rank import runs
 from tests.rank.ranks import RankFailedError
@@ -181,7 +181,7 @@ def trained_job(state, folder, spec):
         kept.append({name: each.detach().clone() for name, each in model.named_parameters()})
 
     here = Surroundings(state=state, folder=folder)
-    report = loop.run(spec, here, publish=id, should_stop=lambda: False, keep=keep)
+    report = loop.train(spec, here, publish=id, should_stop=lambda: False, keep=keep)
     return report, kept
 
 

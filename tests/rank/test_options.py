@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.rank.training.context import Surroundings, build_context
 from ddpnb.rank.training.model_checks import check_strategy
+from ddpnb.rank.training.run import Surroundings, load_run
 from tests.cells import CELL, HALVING, OWN_SGD
 from tests.rank.ranks import make_state
 from tests.rank.runs import FEATURED, header_of, losses, spec_of, steps_of, train_job
@@ -16,7 +16,7 @@ from tests.rank.runs import FEATURED, header_of, losses, spec_of, steps_of, trai
 def optimizer_of(strategy: str, lines: str, num_ranks: int, num_steps: int, **changes):
     """Make a cell's optimizer as for a training of ``num_steps`` global batches."""
     spec = spec_of(strategy, source=CELL + lines, **changes)
-    context = build_context(spec, Surroundings(state=make_state(0, num_ranks)))
+    context = load_run(spec, Surroundings(state=make_state(0, num_ranks)))
     worker = context.worker("t", num_steps=num_steps)
     return worker.optimizer(worker.parameters)
 
@@ -69,12 +69,12 @@ def test_momentum_is_what_was_chosen(ranks, strategy, momentum, used):
     assert losses(result) == pytest.approx(losses(ranks(1).call(train_job, own)[0]), abs=1e-6)
     if momentum > 0:  # --momentum and a cell's optimizer exclude each other
         with pytest.raises(UserError, match="Momentum"):
-            build_context(replace(spec, source=own.source), Surroundings(state=make_state(0, 2)))
+            load_run(replace(spec, source=own.source), Surroundings(state=make_state(0, 2)))
 
 
 @pytest.mark.parametrize("word", ["hogwild", "single:threads=all"])
 def test_what_a_strategy_cannot_do_is_refused(word):
-    context = build_context(spec_of("ddp"), Surroundings(state=make_state(0, 2)))
+    context = load_run(spec_of("ddp"), Surroundings(state=make_state(0, 2)))
     worker = replace(context.worker("t", num_steps=1), device=torch.device("cuda"))
     with pytest.raises(UserError, match=word.partition(":")[0]):
         check_strategy(word, worker)

@@ -9,7 +9,7 @@ import pytest
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.tasks.samples import DatasetSamples, prefetching
 from ddpnb.rank.training import validation
-from ddpnb.rank.training.context import Surroundings, build_context
+from ddpnb.rank.training.run import Surroundings, load_run
 from tests import cells
 from tests.rank import runs
 from tests.rank.ranks import RankFailedError, make_state
@@ -134,7 +134,7 @@ def augmented_job(state, folder, seed):
     """Return the random inputs of this rank's first step."""
     source = cells.DATASET.replace("return self.inputs[i],", "return torch.randn(4),")
     spec = spec_of("ddp", source, seed=seed, num_data_workers=2)
-    context = build_context(spec, Surroundings(state=state))
+    context = load_run(spec, Surroundings(state=state))
     with closing(context.strategy()) as strategy:
         strategy.setup(context.worker("t", num_steps=1))
         with context.source(strategy.shards()) as source:
@@ -159,7 +159,7 @@ def unused(split):
 
 def loaded_job(state, folder):
     """Return the first inputs of this rank, and the notes on the DataLoader."""
-    context = build_context(spec_of("ddp", LOADED), Surroundings(state=state))
+    context = load_run(spec_of("ddp", LOADED), Surroundings(state=state))
     with closing(context.strategy()) as strategy:
         strategy.setup(worker := context.worker("t", num_steps=2))
         with context.source(strategy.shards()) as source:

@@ -32,7 +32,7 @@ from ddpnb.rank.laboratory.clock import VirtualClock
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.strategies.ddp import DEFAULT_CAP_MB
 from ddpnb.rank.tasks.batches import copied, tensors_of
-from ddpnb.rank.training.context import Surroundings
+from ddpnb.rank.training.run import Surroundings
 
 NUM_WARMUP_STEPS: Final = 3
 """Number of steps before the measurement.  The first steps are slow, because DDP forms its final

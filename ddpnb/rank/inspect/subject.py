@@ -20,8 +20,8 @@ from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.strategies.ddp import DEFAULT_CAP_MB
 from ddpnb.rank.tasks.base import OptimizerFactory, split_step
 from ddpnb.rank.tasks.batches import Shard, copied
-from ddpnb.rank.training.context import Surroundings, build_context
 from ddpnb.rank.training.model_checks import attempt
+from ddpnb.rank.training.run import Surroundings, load_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ def subject_of(spec: InspectSpec, here: Surroundings) -> Subject:
 
 
 def _of_task(spec: InspectSpec, task: RunSpec, here: Surroundings) -> Subject:
-    context, state = build_context(task, here), here.state
+    context, state = load_run(task, here), here.state
     worker = context.worker("i", num_steps=1)
     shard = Shard(step=0, part=state.rank, num_parts=state.world_size)
 

@@ -1,1 +1,1 @@
-"""The training loop, with a run's checks, context, timing and evaluation.  Runs on the ranks."""
+"""The training loop, with a run's checks and evaluation.  Runs on the ranks."""

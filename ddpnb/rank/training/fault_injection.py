@@ -25,7 +25,7 @@ from ddpnb.protocol.messages import Mark, MarkKind
 from ddpnb.protocol.notation import parse_kills, parse_slow
 from ddpnb.rank.clock import synchronize, timed
 from ddpnb.rank.laboratory import ComputeTimes
-from ddpnb.rank.training.run_metrics import RunMetrics
+from ddpnb.rank.training.run import Run
 from ddpnb.rank.worker import Batch, Worker
 
 KILL_TIMEOUT_SECONDS = 1.0
@@ -43,33 +43,33 @@ def measure_compute_seconds(worker: Worker, batch: Batch) -> float:
 class FaultInjector:
     """Delays or kills this process during a run.  A restarted process is not killed again."""
 
-    def __init__(self, metrics: RunMetrics) -> None:
-        context, self._metrics = metrics.context, metrics
-        spec, workers, is_new = context.spec, context.workers, context.here.rejoin_info is None
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        spec, workers, is_new = run.spec, run.workers, run.here.rejoin_info is None
         self._workers = workers
         self._slow = [fault for fault in map(parse_slow, spec.slow) if fault.rank in workers]
         kills = parse_kills(spec.kill).items() if is_new else ()
         self._kill = min(((at, rank) for rank, at in kills if rank in workers), default=None)
         """Seconds of training before the kill, and the rank to kill.  None if there is no kill."""
-        self._sleeps = context.laboratory is None and bool(self._slow or spec.jitter)
+        self._sleeps = run.laboratory is None and bool(self._slow or spec.jitter)
         self._own_seconds = 0.0
         """Seconds that a forward and backward pass takes; 0 if no fault depends on this time."""
         if self._sleeps and (spec.jitter > 0 or any(fault.factor > 1 for fault in self._slow)):
-            alone = context.worker("m", num_steps=1)
-            self._own_seconds = measure_compute_seconds(alone, context.usual_batch())
+            alone = run.worker("m", num_steps=1)
+            self._own_seconds = measure_compute_seconds(alone, run.usual_batch())
         own = Compute(0.0, fixed=self._own_seconds)
         self._times = ComputeTimes(compute=own, slow=self._slow, jitter=spec.jitter, seed=spec.seed)
-        self._device = context.device
+        self._device = run.device
         self._seconds, self._step = 0.0, 0
 
     def begin(self) -> None:
         """Publish a mark for each slow rank."""
         for fault in self._slow:
-            self._metrics.publish(Mark(rank=fault.rank, seconds=0.0, text=fault.text))
+            self._run.publish(Mark(rank=fault.rank, seconds=0.0, text=fault.text))
 
     def begin_step(self) -> None:
         """Let the kernel kill this process if a kill is due; otherwise set the step's delay."""
-        if self._kill is not None and self._metrics.clock.seconds >= self._kill[0]:
+        if self._kill is not None and self._run.clock.seconds >= self._kill[0]:
             self._die(self._kill[1])
         if self._sleeps:
             lengths = (self._times.step(worker, self._step, 0) for worker in self._workers)
@@ -81,7 +81,7 @@ class FaultInjector:
         seconds, self._seconds = self._seconds, 0.0
         if seconds <= 0:
             return
-        self._metrics.clock.enter("forward")
+        self._run.clock.enter("forward")
         synchronize(self._device)  # otherwise a GPU would continue its queued work
         time.sleep(seconds)
 
@@ -90,8 +90,8 @@ class FaultInjector:
 
         If no kernel answers, the process kills itself.
         """
-        metrics = self._metrics
-        metrics.add(metrics.clock.stop())  # waits for steps that a GPU has not finished
-        metrics.publish(Mark(rank=rank, seconds=metrics.clock.seconds, kind=MarkKind.KILLED))
+        run = self._run
+        run.add(run.clock.stop())  # waits for steps that a GPU has not finished
+        run.publish(Mark(rank=rank, seconds=run.clock.seconds, kind=MarkKind.KILLED))
         time.sleep(KILL_TIMEOUT_SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -17,7 +17,7 @@ from ddpnb.protocol.errors import summary_of
 from ddpnb.protocol.messages import Evaluating, Evaluation, RunReport
 from ddpnb.protocol.processes import atomic_write
 from ddpnb.rank.training.evaluation import MAX_SAMPLES, Score, estimate_batchnorm, score
-from ddpnb.rank.training.run_metrics import RunMetrics
+from ddpnb.rank.training.run import Run
 from ddpnb.rank.training.snapshots import Snapshots, load_state
 
 MAX_ON_THE_WAY = 2_000
@@ -28,7 +28,7 @@ LEAST_ESTIMATED = 500
 
 def judged(
     model: nn.Module,
-    metrics: RunMetrics,
+    run: Run,
     snapshots: Snapshots,
     keep: Callable[[nn.Module], None],
     should_stop: Callable[[], bool],
@@ -38,11 +38,11 @@ def judged(
     ``keep`` is called with the model before the evaluation.  Then each copy is loaded into the
     model, evaluated and dropped.  If ``should_stop`` returns True, later copies are skipped.
     """
-    judge = _Judge(model, metrics, snapshots)
+    judge = _Judge(model, run, snapshots)
     judge.estimate_batchnorm()
     keep(model)
-    _save(model, metrics)
-    report = metrics.report()
+    _save(model, run)
+    report = run.report()
     try:
         held_out = judge.score(is_held_out=True)
         report = replace(
@@ -53,7 +53,7 @@ def judged(
             num_held_out=held_out.num_samples,
         )
         report = replace(report, final_loss=judge.score(is_held_out=False).loss)
-        if held_out.is_known and not metrics.was_stopped:
+        if held_out.is_known and not run.was_stopped:
             report = replace(report, evaluations=judge.curve(should_stop))
     except KeyboardInterrupt:
         report = replace(report, evaluation_was_cut=True)
@@ -62,9 +62,9 @@ def judged(
 
 @final
 class _Judge:
-    def __init__(self, model: nn.Module, metrics: RunMetrics, snapshots: Snapshots) -> None:
+    def __init__(self, model: nn.Module, run: Run, snapshots: Snapshots) -> None:
         self._model = model
-        self._metrics = metrics
+        self._run = run
         self._snapshots = snapshots
         self._num_all = 2 + len(snapshots.kept)
         self._num_done = 0
@@ -74,13 +74,13 @@ class _Judge:
         """Estimate BatchNorm's statistics again if the weights are means over ranks."""
         if not self._snapshots.is_estimated:
             return
-        context = self._metrics.context
-        spec = context.spec
+        run = self._run
+        spec = run.spec
         with self.marked("could not estimate BatchNorm's statistics"):
             estimate_batchnorm(
                 self._model,
-                context.task,
-                context.device,
+                run.task,
+                run.device,
                 batch_size=spec.batch_size,
                 seed=spec.seed,
                 max_samples=max(spec.eval_samples or MAX_SAMPLES, LEAST_ESTIMATED),
@@ -89,21 +89,21 @@ class _Judge:
     def score(self, *, is_held_out: bool, max_samples: int = MAX_SAMPLES) -> Score:
         """Publish that an evaluation begins, and evaluate the model on a split."""
         seconds = time.monotonic() - self._began
-        self._metrics.publish(Evaluating(self._num_done, self._num_all, seconds))
+        self._run.publish(Evaluating(self._num_done, self._num_all, seconds))
         self._num_done += 1
-        context = self._metrics.context
+        run = self._run
         split = "held-out" if is_held_out else "training"
-        failed = f"could not evaluate the model on {split} samples" if context.is_evaluated else ""
+        failed = f"could not evaluate the model on {split} samples" if run.is_evaluated else ""
         found = Score()
         with self.marked(failed):
             found = score(
                 self._model.eval(),
-                context.task,
-                context.device,
-                max_samples=context.spec.eval_samples or max_samples,
-                batch_size=context.spec.batch_size,
+                run.task,
+                run.device,
+                max_samples=run.spec.eval_samples or max_samples,
+                batch_size=run.spec.batch_size,
                 is_held_out=is_held_out,
-                has_loss=context.has_loss,
+                has_loss=run.has_loss,
             )
         return found
 
@@ -130,12 +130,12 @@ class _Judge:
             yield
         except Exception as error:  # noqa: BLE001  the user's model, loss or data may raise anything
             if failed:
-                self._metrics.mark(f"{failed} ({summary_of(error)})")
+                self._run.mark(f"{failed} ({summary_of(error)})")
 
 
-def _save(model: nn.Module, metrics: RunMetrics) -> None:
+def _save(model: nn.Module, run: Run) -> None:
     """Save the trained weights if the user has named a file; publish a mark if saving fails."""
-    path = metrics.context.spec.model_file
+    path = run.spec.model_file
     if path is None:
         return
     content = io.BytesIO()
@@ -144,4 +144,4 @@ def _save(model: nn.Module, metrics: RunMetrics) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, content.getbuffer())
     except OSError as error:
-        metrics.mark(f"could not save the weights ({error.strerror or error})")
+        run.mark(f"could not save the weights ({error.strerror or error})")

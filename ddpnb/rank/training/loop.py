@@ -31,11 +31,11 @@ from ddpnb.rank.servers.client import RunOverError
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.tasks.batches import Shard, Tree, every_step
 from ddpnb.rank.training.agreement import disagreement
-from ddpnb.rank.training.context import RunContext, Surroundings, build_context
 from ddpnb.rank.training.evaluation import BATCHNORM_NOTE
 from ddpnb.rank.training.fault_injection import FaultInjector
+from ddpnb.rank.training.header import header_of
 from ddpnb.rank.training.judging import judged
-from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
+from ddpnb.rank.training.run import Publish, Run, Surroundings, load_run
 from ddpnb.rank.training.snapshots import Snapshots
 from ddpnb.rank.training.stop import Stop
 from ddpnb.rank.worker import Activations, Worker, is_switched
@@ -51,7 +51,7 @@ _NOT_SWITCHED = (
 )
 
 
-def run(
+def train(
     spec: RunSpec,
     here: Surroundings,
     *,
@@ -78,93 +78,92 @@ def run(
     state = here.state
     with preserve_globals(torch.device(state.device), is_measured=True):
         # -- build ------------------------------------------------------------------------
-        context = build_context(spec, here)
+        run = load_run(spec, here, publish)
         no_part = RunReport(run_id=spec.run_id, rank=state.rank)
-        if state.rank >= context.plan.num_ranks:
+        if state.rank >= run.plan.num_ranks:
             return no_part
-        metrics = RunMetrics(context=context, publish=publish)
+        run.prepare_clock()
         # -- rehearse ... finish ----------------------------------------------------------
         try:
-            model, snapshots = _trained(metrics, should_stop)
+            model, snapshots = _trained(run, should_stop)
         except RunOverError:
             return no_part
         # -- evaluate ---------------------------------------------------------------------
         if state.rank != 0 or spec.is_ceiling:
-            return metrics.report()
-        return judged(model, metrics, snapshots, keep, should_stop)
+            return run.report()
+        return judged(model, run, snapshots, keep, should_stop)
 
 
-def _trained(metrics: RunMetrics, should_stop: Callable[[], bool]) -> tuple[nn.Module, Snapshots]:
+def _trained(run: Run, should_stop: Callable[[], bool]) -> tuple[nn.Module, Snapshots]:
     """Train a run; return the trained model and the copies made during training."""
-    context = metrics.context
     with contextlib.ExitStack() as opened:
         # -- rehearse ---------------------------------------------------------------------
         activations = Activations(is_due=True)
-        if not context.spec.is_emulated and context.here.rejoin_info is None:
-            rehearse(context, activations)
+        if not run.spec.is_emulated and run.here.rejoin_info is None:
+            rehearse(run, activations)
         # -- prepare ----------------------------------------------------------------------
-        fault_injector = FaultInjector(metrics)
-        strategy = opened.enter_context(closing(context.strategy()))
-        stop = Stop(context, should_stop)
-        worker = context.worker(
+        fault_injector = FaultInjector(run)
+        strategy = opened.enter_context(closing(run.strategy()))
+        stop = Stop(run, should_stop)
+        worker = run.worker(
             "t",
-            num_steps=context.schedule.num_steps,
-            clock=metrics.clock,
+            num_steps=run.schedule.num_steps,
+            clock=run.clock,
         )
         worker.activations = activations
         strategy.setup(worker)
         frozen = {n: p for n, p in worker.model.named_parameters() if not p.requires_grad}
         held, switched = {*worker.model.parameters()}, filter(is_switched, worker.optimizers)
         updated = {p for each in switched for group in each.param_groups for p in group["params"]}
-        if updated and not (context.plan.synchronous and updated <= held):
+        if updated and not (run.plan.synchronous and updated <= held):
             worker.notes.append(_NOT_SWITCHED)
-        snapshots = Snapshots(metrics, strategy, worker)
-        if context.state.rank == 0:
+        snapshots = Snapshots(run, strategy, worker)
+        if run.state.rank == 0:
             if snapshots.is_estimated:
                 worker.notes.append(BATCHNORM_NOTE)
-            metrics.publish(header_of(context, worker))
-        source = opened.enter_context(context.source(strategy.shards()))
+            run.publish(header_of(run, worker))
+        source = opened.enter_context(run.source(strategy.shards()))
         # -- barrier ----------------------------------------------------------------------
-        context.barrier()
+        run.barrier()
         # -- train ------------------------------------------------------------------------
-        metrics.clock.before_backward = fault_injector.delay
-        with opened.enter_context(closing(metrics.clock)).running():
-            _train(metrics, strategy, worker, source, stop, fault_injector, snapshots)
-            metrics.note_memory(strategy.memory())
+        run.clock.before_backward = fault_injector.delay
+        with opened.enter_context(closing(run.clock)).running():
+            _train(run, strategy, worker, source, stop, fault_injector, snapshots)
+            run.note_memory(strategy.memory())
             # -- finish -------------------------------------------------------------------
-            is_timed = context.plan.finish_is_timed
-            if context.plan.synchronous:
+            is_timed = run.plan.finish_is_timed
+            if run.plan.synchronous:
                 worker.switch_optimizers(training=False)
-            with contextlib.nullcontext() if is_timed else metrics.clock.paused():
+            with contextlib.nullcontext() if is_timed else run.clock.paused():
                 model = strategy.finish()
             if is_timed:
-                metrics.clock.end()
-        plan = context.plan
-        if plan.synchronous and plan.num_ranks > 1 and not context.spec.is_ceiling:
-            metrics.warnings = disagreement(model, strategy, frozen)
-        if not metrics.was_stopped:
+                run.clock.end()
+        plan = run.plan
+        if plan.synchronous and plan.num_ranks > 1 and not run.spec.is_ceiling:
+            run.warnings = disagreement(model, strategy, frozen)
+        if not run.was_stopped:
             snapshots.average()
         lost = [] if strategy.queue is None else map(worker.shard, strategy.queue.lost_shards)
-        metrics.num_lost_samples = sum(map(context.schedule.num_in, lost))
+        run.num_lost_samples = sum(map(run.schedule.num_in, lost))
     return model, snapshots
 
 
-def rehearse(context: RunContext, activations: Activations) -> None:
+def rehearse(run: Run, activations: Activations) -> None:
     """Train a warm-up model for a few steps and discard it.  Every rank of the plan takes part.
 
     The warm-up steps load code, start threads, fill the memory allocator and compile the user's
     model if needed, for every batch size.  The warm-up steps have no other lasting effect.
     """
-    num_steps = min(REHEARSED_STEPS, context.schedule.num_steps)
-    with preserve_globals(context.device), closing(context.strategy()) as strategy:
-        worker = context.worker("r", num_steps=num_steps)
+    num_steps = min(REHEARSED_STEPS, run.schedule.num_steps)
+    with preserve_globals(run.device), closing(run.strategy()) as strategy:
+        worker = run.worker("r", num_steps=num_steps)
         worker.activations = activations
         strategy.setup(worker)
-        for shard in _rehearsed(context, num_steps):
-            strategy.step(context.batch(shard, context.fetch(shard)))
+        for shard in _rehearsed(run, num_steps):
+            strategy.step(run.batch(shard, run.fetch(shard)))
         strategy.finish()
     del strategy, worker
-    release_memory(context.device)
+    release_memory(run.device)
 
 
 def release_memory(device: torch.device) -> None:
@@ -174,13 +173,13 @@ def release_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _rehearsed(context: RunContext, num_steps: int) -> Iterator[Shard]:
+def _rehearsed(run: Run, num_steps: int) -> Iterator[Shard]:
     """Yield this rank's shards of the first batches, then a shard of each size not among them.
 
     Every rank of the plan gets the same number of shards, without using the work queue.
     """
-    plan, schedule = context.plan, context.schedule
-    part, num_parts = context.state.rank, plan.num_ranks
+    plan, schedule = run.plan, run.schedule
+    part, num_parts = run.state.rank, plan.num_ranks
     yield from every_step(num_steps, part=part, num_parts=num_parts)
     smallest = schedule.smallest_shard(1).step
     if plan.synchronous:
@@ -197,7 +196,7 @@ def _rehearsed(context: RunContext, num_steps: int) -> Iterator[Shard]:
 
 
 def _train(
-    metrics: RunMetrics,
+    run: Run,
     strategy: Strategy,
     worker: Worker,
     source: Iterator[tuple[Shard, Tree]],
@@ -206,21 +205,21 @@ def _train(
     snapshots: Snapshots,
 ) -> None:
     """Take the measured steps until the run is complete or stopped."""
-    context, clock = metrics.context, metrics.clock
-    is_short, is_emulated = context.spec.is_ceiling, context.spec.is_emulated
+    clock = run.clock
+    is_short, is_emulated = run.spec.is_ceiling, run.spec.is_emulated
     most_seconds = CEILING_SECONDS if is_short and not is_emulated else math.inf
     most_steps = CEILING_STEPS if is_short and is_emulated else math.inf
-    metrics.start()
+    run.start()
     fault_injector.begin()
     for step, (shard, tree) in enumerate(source):
         if stop.before(step):
-            metrics.was_stopped = True
+            run.was_stopped = True
             break
-        if context.here.cancellation.is_aborted:  # a strategy may never wait for other ranks
+        if run.here.cancellation.is_aborted:  # a strategy may never wait for other ranks
             raise RunCancelledError("ddpnb ended this rank's run because another rank failed.")
-        batch = context.batch(shard, tree)
-        metrics.num_items += batch.num_samples
-        metrics.num_rows += batch.num_rows
+        batch = run.batch(shard, tree)
+        run.num_items += batch.num_samples
+        run.num_rows += batch.num_rows
         fault_injector.begin_step()
         clock.begin_step(batch.num_samples)
         loss = strategy.step(batch)
@@ -233,10 +232,10 @@ def _train(
             num_bytes_sent=sent,
             num_bytes_received=received,
         )
-        metrics.add(clock.timing(made, {"loss": loss, **worker.metrics}))
+        run.add(clock.timing(made, {"loss": loss, **worker.metrics}))
         worker.metrics = {}
         snapshots.after(shard)
         # each rank may end a ceiling by itself, because no-comm has no communication
         if clock.seconds >= most_seconds or step + 1 >= most_steps:
             break
-    metrics.add(clock.stop())
+    run.add(clock.stop())

@@ -22,8 +22,8 @@ from ddpnb.rank.random_state import preserve_globals, seed_everything
 from ddpnb.rank.strategies.fsdp import layers_of
 from ddpnb.rank.tasks.base import LOSS, STEP, Supervised, split_step
 from ddpnb.rank.tasks.batches import shape_of
-from ddpnb.rank.training.context import RunContext
 from ddpnb.rank.training.evaluation import number_of, pair_of
+from ddpnb.rank.training.run import Run
 from ddpnb.rank.worker import Batch, Worker, is_switched, state_of
 
 NUM_FEW = 8
@@ -168,7 +168,7 @@ WITHOUT_GRADIENTS = {
 # -- losses -------------------------------------------------------------------------------------
 
 
-def check_loss(context: RunContext, worker: Worker) -> tuple[str, ...]:
+def check_loss(run: Run, worker: Worker) -> tuple[str, ...]:
     """Raise ``UserError`` if the loss is a sum.  A sum doubles if each sample occurs twice.
 
     Return a note if a strategy splits batches, and the loss of a batch is not the mean of the
@@ -180,12 +180,12 @@ def check_loss(context: RunContext, worker: Worker) -> tuple[str, ...]:
     """
     step = worker.training_step
     is_short = isinstance(step, Supervised)
-    num_few = min(NUM_FEW, context.schedule.size(0))
+    num_few = min(NUM_FEW, run.schedule.size(0))
     half = num_few // 2
 
     def loss_of(num: int = num_few, seed: int = 0, **chosen: int) -> float:
         seed_everything(seed)
-        batch = context.first_batch(num, **chosen)
+        batch = run.first_batch(num, **chosen)
         with torch.set_grad_enabled(not is_short):  # a step may need gradients
             return split_step(step(worker.model, batch.tree))[0].item()
 
@@ -205,8 +205,8 @@ def check_loss(context: RunContext, worker: Worker) -> tuple[str, ...]:
             f"{LOSS if is_short else STEP} is a sum over the samples. Return the mean, "
             "so that the loss does not depend on the size of a worker's shard."
         )
-    is_gathered = is_short and parse_strategy(context.spec.strategy).name == "dp"  # one loss of all
-    is_split = context.spec.accumulate > 1 or (context.plan.num_workers > 1 and not is_gathered)
+    is_gathered = is_short and parse_strategy(run.spec.strategy).name == "dp"  # one loss of all
+    is_split = run.spec.accumulate > 1 or (run.plan.num_workers > 1 and not is_gathered)
     rounding = max((torch.finfo(each.dtype).eps for each in worker.parameters), default=0.0)
     if not (is_split and is_certain) or math.isclose(once, halves, rel_tol=1e-4 + 4 * rounding):
         return ()

@@ -21,7 +21,7 @@ from ddpnb.rank.collectives.flat import FlatBuffer
 from ddpnb.rank.strategies.base import State, Strategy
 from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.training.evaluation import has_batchnorm
-from ddpnb.rank.training.run_metrics import RunMetrics
+from ddpnb.rank.training.run import Run
 from ddpnb.rank.worker import Worker, state_of
 
 MAX_BYTES = 1_000_000_000
@@ -44,12 +44,12 @@ class Snapshots:
     Call ``strategy.setup(worker)`` before you create this object.
     """
 
-    def __init__(self, metrics: RunMetrics, strategy: Strategy, worker: Worker) -> None:
-        plan, rank = metrics.context.plan, metrics.context.state.rank
-        self._metrics = metrics
+    def __init__(self, run: Run, strategy: Strategy, worker: Worker) -> None:
+        plan, rank = run.plan, run.state.rank
+        self._run = run
         self._strategy = strategy
         self._worker = worker
-        self._num_steps = metrics.context.schedule.num_steps
+        self._num_steps = run.schedule.num_steps
         self._is_mean = plan.averages_weights and plan.synchronous
         self._is_kept = rank == 0 or self._is_mean
         self.kept: list[Snapshot] = []
@@ -69,17 +69,17 @@ class Snapshots:
         self._next = self._due_after(num_steps)
         if num_steps >= self._num_steps:  # the trained model is evaluated anyway
             return
-        context, clock = self._metrics.context, self._metrics.clock
-        self._metrics.add(clock.stop())  # waits for steps that a GPU has not finished
-        if not context.plan.synchronous:
+        run, clock = self._run, self._run.clock
+        self._run.add(clock.stop())  # waits for steps that a GPU has not finished
+        if not run.plan.synchronous:
             self._copy(shard)
             return
         with clock.paused():
             self._worker.switch_optimizers(training=False)
             self._copy(shard)
             self._worker.switch_optimizers(training=True)
-            if context.plan.in_lockstep:
-                context.barrier()  # wait until the slowest rank has made its copy
+            if run.plan.in_lockstep:
+                run.barrier()  # wait until the slowest rank has made its copy
 
     def average(self) -> None:
         """Replace each copy by the mean of all ranks' copies.  Every rank takes part."""
@@ -94,7 +94,7 @@ class Snapshots:
     def _copy(self, shard: Shard) -> None:
         state = self._strategy.snapshot()
         if self._is_kept:
-            seconds = self._metrics.clock.seconds
+            seconds = self._run.clock.seconds
             self.kept.append(Snapshot(self._num_samples(shard), seconds, copied(state)))
 
     def _num_samples(self, shard: Shard) -> int:
@@ -103,14 +103,14 @@ class Snapshots:
         If workers are synchronous, all shards of this step count as done.  If asynchronous workers
         have no work queue, all shards up to this shard count as done.
         """
-        context, world_size = self._metrics.context, self._worker.world_size
+        run, world_size = self._run, self._worker.world_size
         step, part = shard.step + 1, 0
-        if not context.plan.synchronous:
+        if not run.plan.synchronous:
             queue = self._strategy.queue
             done = shard.step * world_size + 1 if queue is None else queue.num_shards_done
             step, part = divmod(done, world_size)
-        in_part = context.schedule.size(step) * part // world_size
-        return context.schedule.num_samples_before(step) + in_part
+        in_part = run.schedule.size(step) * part // world_size
+        return run.schedule.num_samples_before(step) + in_part
 
     def _due_after(self, num_steps: int) -> float:
         return (num_steps // self._every + 1) * self._every if self._every else math.inf
@@ -120,7 +120,7 @@ class Snapshots:
 
         All copies together have at most ``MAX_BYTES`` bytes.
         """
-        spec, schedule = self._metrics.context.spec, self._metrics.context.schedule
+        spec, schedule = self._run.spec, self._run.schedule
         if spec.is_ceiling or spec.eval_every == 0:
             return 0
         if spec.eval_every is not None:

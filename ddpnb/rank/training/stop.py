@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import final
 
 from ddpnb.compat.torch_internals import group_store
-from ddpnb.rank.training.context import RunContext
+from ddpnb.rank.training.run import Run
 
 STEPS_BETWEEN_LOOKS = 8
 """Number of steps between two reads of the target on several hosts, because a read is a message.
@@ -39,15 +39,15 @@ class Stop:
     """Decides before each step if this rank must stop.
 
     Args:
-        context: the run.
+        run: the run.
         wanted: returns True if this rank has been asked to stop.
     """
 
-    def __init__(self, context: RunContext, wanted: Callable[[], bool]) -> None:
-        plan, state = context.plan, context.state
+    def __init__(self, run: Run, wanted: Callable[[], bool]) -> None:
+        plan, state = run.plan, run.state
         self._wanted = wanted
-        self._key = context.name("stop")
-        self._check = context.here.cancellation.check
+        self._key = run.name("stop")
+        self._check = run.here.cancellation.check
         self._num_ranks = plan.num_ranks
         self._is_alone = plan.num_ranks == 1 or plan.stops_alone or plan.survives_deaths
         is_on_one_host = state.local_world_size == state.world_size

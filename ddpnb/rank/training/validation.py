@@ -19,7 +19,6 @@ from ddpnb.protocol.messages import Checked, RunSpec
 from ddpnb.rank.clock import timed
 from ddpnb.rank.laboratory import measured
 from ddpnb.rank.random_state import preserve_globals
-from ddpnb.rank.training.context import RunContext, Surroundings, build_context
 from ddpnb.rank.training.evaluation import Score, score
 from ddpnb.rank.training.fault_injection import measure_compute_seconds
 from ddpnb.rank.training.model_checks import (
@@ -30,6 +29,7 @@ from ddpnb.rank.training.model_checks import (
     check_model,
     check_step,
 )
+from ddpnb.rank.training.run import Run, Surroundings, load_run
 from ddpnb.rank.worker import Batch, Worker
 
 CHECKS = "checks"
@@ -53,28 +53,28 @@ def validate(spec: RunSpec, here: Surroundings, *, num_calls: Callable[[], int] 
     """
     with preserve_globals(torch.device(here.state.device), is_measured=True):
         try:
-            context = build_context(spec, replace(here, folder=here.folder / CHECKS))
-            return _checked(context, num_calls)
+            run = load_run(spec, replace(here, folder=here.folder / CHECKS))
+            return _checked(run, num_calls)
         except UserError as error:
             raise _with_place(error, spec.cell, here.filename) from error.__cause__
 
 
-def _checked(context: RunContext, num_calls: Callable[[], int]) -> Checked:
-    worker = context.worker("check", num_steps=1)
+def _checked(run: Run, num_calls: Callable[[], int]) -> Checked:
+    worker = run.worker("check", num_steps=1)
     check_model(worker)
     result = Checked(
-        num_samples=len(context.task.train),
-        survives_deaths=context.plan.survives_deaths,
-        num_held_out=len(context.task.held_out),
+        num_samples=len(run.task.train),
+        survives_deaths=run.plan.survives_deaths,
+        num_held_out=len(run.task.held_out),
     )
-    batch = _take_step(context, worker) if context.is_own else _smallest_batch(context)
+    batch = _take_step(run, worker) if run.is_own else _smallest_batch(run)
     num_before = num_calls()
-    if not context.is_own:
-        check_step(worker, batch, context.spec.strategy)
-        notes = check_loss(context, worker)
-        result = replace(_with_times(result, context, worker), notes=notes)
-    if context.is_evaluated:
-        found, seconds = _evaluated(context, worker, batch)
+    if not run.is_own:
+        check_step(worker, batch, run.spec.strategy)
+        notes = check_loss(run, worker)
+        result = replace(_with_times(result, run, worker), notes=notes)
+    if run.is_evaluated:
+        found, seconds = _evaluated(run, worker, batch)
         has_accuracy = not math.isnan(found.accuracy)
         result = replace(result, has_accuracy=has_accuracy, seconds_per_judged=seconds)
     if num_calls() > num_before:
@@ -82,21 +82,21 @@ def _checked(context: RunContext, num_calls: Callable[[], int]) -> Checked:
             "The cell's functions call collectives, but only rank 0 evaluates the model. Call "
             "them only in training_step, and only if isinstance(model, DistributedDataParallel)."
         )
-    if not context.is_own and context.plan.synchronous:
+    if not run.is_own and run.plan.synchronous:
         worker.model.train()
         worker.optimizers.clear()
-        with attempt(f"{context.spec.strategy} cannot train this model", OF_STRATEGIES):
-            _take_step(context, worker)
+        with attempt(f"{run.spec.strategy} cannot train this model", OF_STRATEGIES):
+            _take_step(run, worker)
     return result
 
 
-def _with_times(result: Checked, context: RunContext, worker: Worker) -> Checked:
+def _with_times(result: Checked, run: Run, worker: Worker) -> Checked:
     """Add two values to a result: the seconds per sample, and the epochs for ``--min-seconds``."""
-    usual = context.usual_batch()  # measured on all ranks at once, as in the training
+    usual = run.usual_batch()  # measured on all ranks at once, as in the training
     seconds = measure_compute_seconds(worker, usual)
     # updates and communication only make a run longer
-    num_steps = MIN_SECONDS_MARGIN * (context.spec.min_seconds or 0.0) / seconds
-    num_epochs = num_steps / context.schedule.steps_per_epoch
+    num_steps = MIN_SECONDS_MARGIN * (run.spec.min_seconds or 0.0) / seconds
+    num_epochs = num_steps / run.schedule.steps_per_epoch
     return replace(result, num_epochs=num_epochs, seconds_per_trained=seconds / usual.num_samples)
 
 
@@ -106,62 +106,62 @@ def measure_compute(spec: RunSpec, here: Surroundings) -> Compute:
     One rank takes part.
     """
     with preserve_globals(torch.device(here.state.device), is_measured=True):
-        context = build_context(spec, here)
+        run = load_run(spec, here)
         torch.set_num_threads(1)
-        worker = context.worker("check", num_steps=1)
+        worker = run.worker("check", num_steps=1)
         optimizer = worker.optimizer(worker.parameters)
-        whole = spec.batch_per_worker or context.schedule.size(0)
-        share = max(1, whole // context.state.world_size)
+        whole = spec.batch_per_worker or run.schedule.size(0)
+        share = max(1, whole // run.state.world_size)
 
         def take_step(num_samples: int) -> None:
-            worker.compute_gradients(context.first_batch(num_samples))
+            worker.compute_gradients(run.first_batch(num_samples))
             worker.update(optimizer)
 
         found = measured(take_step, [whole] if spec.batch_per_worker else [share, whole])
         return found._replace(fixed=found.fixed / min(spec.accumulate, share))  # of one pass
 
 
-def _smallest_batch(context: RunContext) -> Batch:
+def _smallest_batch(run: Run) -> Batch:
     """Fetch a batch that is as small as the smallest micro-batch of the run."""
-    schedule, num_workers = context.schedule, context.plan.num_workers
+    schedule, num_workers = run.schedule, run.plan.num_workers
     share = schedule.size(schedule.smallest_shard(num_workers).step) // num_workers
-    return context.first_batch(share // min(context.spec.accumulate, share))
+    return run.first_batch(share // min(run.spec.accumulate, share))
 
 
-def _take_step(context: RunContext, worker: Worker) -> Batch:
+def _take_step(run: Run, worker: Worker) -> Batch:
     """Set up the strategy and let it take one step.  Every rank takes part.
 
     Parts of the cell that a user's strategy does not use, such as the loss, are not checked.  The
     returned batch is this rank's shard of the smallest global batch, with the shard's weight.
     """
-    num_parts = context.plan.num_ranks
-    smallest = context.schedule.smallest_shard(num_parts)
-    shard = replace(smallest, part=min(context.state.rank, num_parts - 1))
-    batch, strategy = context.batch(shard, context.fetch(shard)), context.strategy()
-    if dist.is_initialized() and context.state.rank < num_parts:
+    num_parts = run.plan.num_ranks
+    smallest = run.schedule.smallest_shard(num_parts)
+    shard = replace(smallest, part=min(run.state.rank, num_parts - 1))
+    batch, strategy = run.batch(shard, run.fetch(shard)), run.strategy()
+    if dist.is_initialized() and run.state.rank < num_parts:
         worker.folder.mkdir(mode=0o700, exist_ok=True)
         with closing(strategy):
             strategy.setup(worker)
             strategy.step(batch)
-            if not context.is_own:
+            if not run.is_own:
                 strategy.finish()  # also removes hooks
     return batch
 
 
-def _evaluated(context: RunContext, worker: Worker, batch: Batch) -> tuple[Score, float]:
+def _evaluated(run: Run, worker: Worker, batch: Batch) -> tuple[Score, float]:
     """Evaluate the model on a few samples of each split, to find errors before the training.
 
     Return the score on held-out samples, and the seconds per sample in a batch of the usual size.
     Afterwards the worker's model is in evaluation mode.
     """
-    has_loss = context.has_loss
-    judge = partial(score, worker.model.eval(), context.task, worker.device, has_loss=has_loss)
+    has_loss = run.has_loss
+    judge = partial(score, worker.model.eval(), run.task, worker.device, has_loss=has_loss)
     num = batch.num_samples
     for is_held_out in (False, True):  # two batches, to test joining their outputs
         split = "test" if is_held_out else "train"
         with attempt(f"Evaluating the model on data({split!r}) failed", WITHOUT_GRADIENTS):
             found = judge(batch_size=num, max_samples=2 * num, is_held_out=is_held_out)
-    usual = min(context.usual_batch().num_samples, len(context.task.held_out))
+    usual = min(run.usual_batch().num_samples, len(run.task.held_out))
     again = partial(judge, batch_size=usual, max_samples=usual)
     return found, min(timed(again, worker.device) for _ in range(2)) / usual
 

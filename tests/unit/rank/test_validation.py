@@ -12,7 +12,7 @@ from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.tasks import forget
 from ddpnb.rank.tasks.cell import cell_task
 from ddpnb.rank.training import validation
-from ddpnb.rank.training.context import Surroundings
+from ddpnb.rank.training.run import Surroundings
 from tests.cells import DATA, GOOD, MODEL, STEP
 from tests.rank.ranks import make_state
 

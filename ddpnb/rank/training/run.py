@@ -1,8 +1,9 @@
-"""The context of one run, which makes its workers and batches.  Runs on the ranks."""
+"""A run on one rank: what is trained, with what, and what came out.  Runs on the ranks."""
 
 import contextlib
+import time
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,12 +14,23 @@ from torch import nn
 
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import RankState, RejoinInfo, RunSpec
+from ddpnb.protocol.messages import (
+    Evaluating,
+    Mark,
+    Memory,
+    RankState,
+    RejoinInfo,
+    RunHeader,
+    RunReport,
+    RunSpec,
+    StepEvent,
+)
 from ddpnb.protocol.notation import parse_kills, parse_ranks, parse_slow, parse_strategy
 from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.clock import Clock
+from ddpnb.rank.clock import Clock, MeasuredClock
 from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.laboratory import ComputeTimes, Laboratory
+from ddpnb.rank.laboratory.clock import VirtualClock
 from ddpnb.rank.random_state import preserve_random, seed_everything
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Plan, Strategy
@@ -28,6 +40,8 @@ from ddpnb.rank.tasks.batches import BatchSchedule, Shard, Tree, moved
 from ddpnb.rank.tasks.samples import DatasetSamples, prefetching
 from ddpnb.rank.training.optimizers import make_optimizer
 from ddpnb.rank.worker import Batch, Worker
+
+Publish = Callable[[RunHeader | StepEvent | Mark | Evaluating], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +61,12 @@ class Surroundings:
     """Set only if this rank joins a run in progress, without a process group; otherwise None."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunContext:
-    """One run on one rank, with the task, the batches and a plan of the ranks that take part."""
+@dataclass(kw_only=True)
+class Run:
+    """One run on one rank.
+
+    A run makes its workers and batches, publishes its steps as events, and counts its results.
+    """
 
     spec: RunSpec
     here: Surroundings
@@ -57,6 +74,24 @@ class RunContext:
     plan: Plan
     task: Task
     schedule: BatchSchedule
+    publish: Publish = lambda _: None
+    """Sends an event to the notebook."""
+    clock: Clock = field(default_factory=Clock)
+    """Measures the time of steps; ``prepare_clock`` turns it on."""
+    late_seconds: float = 0.0
+    """Seconds that the other ranks had already trained when this rank joined the run."""
+    num_steps: int = 0
+    num_bytes_received: int = 0
+    was_stopped: bool = False
+    memory: Memory = field(default_factory=Memory)
+    num_lost_samples: int = 0
+    """Number of samples in the shards that workers had taken but not finished when they died."""
+    num_items: int = 0
+    """Number of items of the data set that this rank has trained on."""
+    num_rows: int = 0
+    """Number of samples that ``collate_fn`` has made of these items."""
+    warnings: tuple[str, ...] = ()
+    """Reasons why the results may be wrong."""
 
     def strategy(self) -> Strategy:
         """Return a new instance of the strategy."""
@@ -232,8 +267,71 @@ class RunContext:
         """True if the score of the trained model includes the loss."""
         return self.task.has_loss or not (self.is_own and self.task.has_measures)
 
+    # -- the results --------------------------------------------------------------------------
 
-def build_context(spec: RunSpec, here: Surroundings) -> RunContext:
+    def prepare_clock(self) -> None:
+        """Create the clock.  On emulated devices, the clock computes the time of steps."""
+        if self.laboratory is None:
+            self.clock = MeasuredClock(self.device)
+            return
+        path = self.here.folder / self.name("t")
+        check = self.here.cancellation.check
+        self.clock = VirtualClock(self.laboratory, self.workers, path, check)
+
+    def start(self) -> None:
+        """Start counting time."""
+        rejoin_info = self.here.rejoin_info
+        if rejoin_info is not None and self.laboratory is None:
+            self.late_seconds = time.time() - rejoin_info.began_at
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.clock.start()
+
+    def add(self, steps: list[StepEvent]) -> None:
+        """Count and number finished steps, and publish them as events."""
+        rejoin_info = self.here.rejoin_info
+        first_step = rejoin_info.first_step if rejoin_info else 0
+        for step in steps:
+            number, seconds = first_step + self.num_steps, self.late_seconds + step.seconds
+            self.publish(replace(step, step=number, seconds=seconds))
+            self.num_steps += 1
+            self.num_bytes_received += step.num_bytes_received
+
+    def note_memory(self, memory: Memory) -> None:
+        """Record ``memory``.  First scale it to an emulated model, or add the GPU's peak."""
+        laboratory = self.laboratory
+        if laboratory is not None and laboratory.devices.model:
+            memory = memory.scaled(laboratory.scale)
+        elif self.device.type == "cuda" and not self.plan.is_emulated:
+            memory = memory._replace(peak=torch.cuda.max_memory_allocated(self.device))
+        self.memory = memory
+
+    def mark(self, text: str) -> None:
+        """Publish a mark for an event that has just happened on this rank."""
+        rank = self.state.rank
+        self.publish(Mark(rank=rank, seconds=self.late_seconds + self.clock.seconds, text=text))
+
+    def report(self) -> RunReport:
+        """Return the report of the run on this rank."""
+        collated = (
+            f"On rank {self.state.rank}, collate_fn made {self.num_rows:,} samples of "
+            f"{self.num_items:,} items. Speeds count items, and scores count samples."
+        )
+        return RunReport(
+            run_id=self.spec.run_id,
+            rank=self.state.rank,
+            num_steps=self.num_steps,
+            num_bytes_received=self.num_bytes_received,
+            seconds=self.clock.seconds,
+            was_stopped=self.was_stopped,
+            memory=self.memory,
+            num_lost_samples=self.num_lost_samples,
+            notes=(collated,) if self.num_rows != self.num_items else (),
+            warnings=self.warnings,
+        )
+
+
+def load_run(spec: RunSpec, here: Surroundings, publish: Publish = lambda _: None) -> Run:
     """Load the task and find out which ranks take part.
 
     Raises:
@@ -257,4 +355,4 @@ def build_context(spec: RunSpec, here: Surroundings) -> RunContext:
         num_ranks=state.world_size if spec.batch_per_worker is None else plan.num_workers,
         seed=spec.seed,
     )
-    return RunContext(spec=spec, here=here, plan=plan, task=task, schedule=schedule)
+    return Run(spec=spec, here=here, plan=plan, task=task, schedule=schedule, publish=publish)
