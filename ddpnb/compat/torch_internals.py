@@ -86,21 +86,14 @@ def runs_backward_in_one_function() -> bool:
 
 
 @contextmanager
-def around_backward(entered: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """In this context, call ``entered`` for each backward pass, and enter the result meanwhile."""
+def replaced_backward(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """In this context, every backward pass calls ``make(original)`` instead of ``original``."""
     if not runs_backward_in_one_function.works:
         yield
         return
     autograd: Any = torch.autograd
     original = autograd._engine_run_backward
-
-    @not_compiled
-    @functools.wraps(original)
-    def run(*arguments: Any, **options: Any) -> Any:
-        with entered():
-            return original(*arguments, **options)
-
-    autograd._engine_run_backward = run
+    autograd._engine_run_backward = not_compiled(functools.wraps(original)(make(original)))
     try:
         yield
     finally:
@@ -157,11 +150,15 @@ def _skip_frames(code: CodeType) -> None:
     frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
 
 
-def next_kernel(operation: str) -> Callable[..., Any]:
-    """Return the function with which a kernel of ``add_kernels`` calls the backend's kernel."""
+def next_kernel(operation: str) -> tuple[Callable[..., Any], Any]:
+    """Return what a kernel of ``add_kernels`` needs to call the backend's kernel.
+
+    The function's first argument is the kernel's dispatch key set, restricted (``&``) to the
+    returned set.
+    """
     redispatch = getattr(torch.ops.c10d, operation).default.redispatch
     below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.ADInplaceOrView)
-    return lambda keys, *arguments: redispatch(keys & below, *arguments)
+    return redispatch, below
 
 
 def unboxed_work(boxed: Any) -> Any:

@@ -28,7 +28,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ddpnb.compat.torch_internals import around_backward
+from ddpnb.compat.torch_internals import replaced_backward
 from ddpnb.protocol.messages import Parts, StepEvent
 from ddpnb.rank.collectives.intercept import Listener, listening
 from ddpnb.rank.collectives.table import Call
@@ -74,7 +74,7 @@ class Clock(Listener):
         """In this context, the clock hears of collectives, backward passes and optimizer steps."""
         with ExitStack() as opened:
             opened.enter_context(listening(self))
-            opened.enter_context(around_backward(self._backward))
+            opened.enter_context(replaced_backward(self._run_backward))
             opened.callback(register_optimizer_step_pre_hook(self._before_update).remove)
             opened.callback(register_optimizer_step_post_hook(self._after_update).remove)
             yield
@@ -143,6 +143,13 @@ class Clock(Listener):
             yield
         finally:
             self.enter(before)
+
+    def _run_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            with self._backward():
+                return original(*arguments, **options)
+
+        return run
 
     def _backward(self) -> AbstractContextManager[object]:
         """Return a context for a backward pass."""

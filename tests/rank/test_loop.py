@@ -1,19 +1,25 @@
 """A run reports all results, stops on request, and compiles before the clock starts."""
 
 import math
+import sys
 from dataclasses import replace
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+import ddpnb
 from ddpnb.protocol.devices import MODELS
 from ddpnb.protocol.messages import Memory
+from ddpnb.rank.clock import MeasuredClock
 from ddpnb.rank.tasks import digits
 from tests.cells import CELL, ROWS, STEP, WITH_DROPOUT
 from tests.programs import printed
 from tests.rank import runs
 from tests.rank.runs import train_job
 
+PACKAGE = Path(ddpnb.__file__).parent
 OTHERS = ["single", "no-comm", "local-sgd", "hogwild"]
 """Strategies that do not communicate, or at other times than ``runs.FEATURED``."""
 
@@ -231,3 +237,39 @@ print(called, few & set(sys.modules))
 
 def test_importing_what_ranks_need_calls_nothing_of_cuda_and_imports_no_more():
     assert printed(IMPORTING) == "[] set()\n"
+
+
+FEW = {"ddp": 12, "dp": 10, "async": 12}
+"""Maximum number of ddpnb's files that one measured step enters, by strategy."""
+
+
+def files_of_a_step(state, folder, spec) -> list[str]:
+    """Return the files of ddpnb that the fifth step of a run enters, with the first function."""
+    found: dict[str, str] = {}
+    num_begun = 0
+    begin_step = MeasuredClock.begin_step
+
+    def note(frame, event, _) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            found.setdefault(str(path.relative_to(PACKAGE)), frame.f_code.co_name)
+
+    def begin(self, num_samples: int) -> None:
+        nonlocal num_begun
+        num_begun += 1
+        sys.setprofile(note if num_begun == 5 else None)
+        begin_step(self, num_samples)
+
+    with mock.patch.object(MeasuredClock, "begin_step", begin):
+        try:
+            train_job(state, folder, spec)
+        finally:
+            sys.setprofile(None)
+    return [f"{path}: {name}" for path, name in found.items()]
+
+
+@pytest.mark.parametrize("strategy", FEW)
+def test_a_step_enters_few_files(ranks, strategy):
+    entered, *_ = ranks(2).call(files_of_a_step, runs.spec_of(strategy, eval_every=0.0))
+    print(strategy, *entered, sep="\n  ")
+    assert 5 < len(entered) <= FEW[strategy], entered

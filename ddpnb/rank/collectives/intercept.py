@@ -148,14 +148,14 @@ def _method(collective: Collective, original: Callable[..., Any]) -> Callable[..
 
 def _kernel(collective: Collective) -> Callable[..., Any]:
     """Return the kernel that the dispatcher calls before the backend's kernel."""
-    backends_own = torch_internals.next_kernel(collective.operation)
+    backends_own, below = torch_internals.next_kernel(collective.operation)
     num = collective.num_tensors
 
     @torch_internals.not_compiled
     def kernel(keys: Any, *arguments: Any) -> Any:
         audience = _audience
         if not audience.every:
-            return backends_own(keys, *arguments)
+            return backends_own(keys & below, *arguments)
         group = torch_internals.ProcessGroup.unbox(arguments[num])
         rest = arguments[num + 1 :]
         root = NO_ROOT if collective.root is None else rest[collective.root]
@@ -167,9 +167,13 @@ def _kernel(collective: Collective) -> Callable[..., Any]:
         def make() -> Any:
             nonlocal made
             work = _made_by(audience, call)
-            made = backends_own(keys, *arguments) if work is None else (arguments[0], work.boxed())
+            made = (
+                backends_own(keys & below, *arguments)
+                if work is None
+                else (arguments[0], work.boxed())
+            )
             boxed = made[-1] if isinstance(made, tuple) else made
-            is_followed = boxed is not None and audience.follows
+            is_followed = boxed is not None and (blocks or audience.ended) and audience.follows
             return torch_internals.unboxed_work(boxed) if is_followed else None
 
         _followed(call, audience, make)

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ddpnb.protocol.costs import Cost, algorithm_of
-from ddpnb.rank.collectives.flat import num_bytes
 
 NO_ROOT = -1
 
@@ -110,7 +110,7 @@ class Call:
     @property
     def num_bytes(self) -> int:
         """Total size of ``tensors`` in bytes."""
-        return num_bytes(self.tensors)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def are_sizes_equal(self) -> bool:
@@ -135,11 +135,16 @@ class Call:
 
         Without a backend, the cost is that of the usual algorithm.
         """
-        algorithm = algorithm_of(self.name, backend)
-        assert algorithm is not None, "each collective of METHODS has an algorithm"
         num_ranks, root = self.group.size(), max(self.root, 0)
         place = (self.group.rank() - root) % num_ranks
-        return algorithm.of(scale * self.num_bytes, num_ranks, place)
+        return _cost(self.name, backend, scale * self.num_bytes, num_ranks, place)
+
+
+@lru_cache(maxsize=1024)
+def _cost(name: str, backend: str, size: float, num_ranks: int, place: int) -> Cost:
+    algorithm = algorithm_of(name, backend)
+    assert algorithm is not None, "each collective of METHODS has an algorithm"
+    return algorithm.of(size, num_ranks, place)
 
 
 def tensors_in(argument: Any) -> list[Tensor]:

@@ -60,6 +60,8 @@ class FaultInjector:
         own = Compute(0.0, fixed=self._own_seconds)
         self._times = ComputeTimes(compute=own, slow=self._slow, jitter=spec.jitter, seed=spec.seed)
         self._device = run.device
+        self.is_active = self._sleeps or self._kill is not None
+        """True if ``begin_step`` and ``delay`` have an effect."""
         self._seconds, self._step = 0.0, 0
 
     def begin(self) -> None:

@@ -39,7 +39,7 @@ class Snapshot(NamedTuple):
 
 @final
 class Snapshots:
-    """Copies the model every few steps.  Every rank calls ``after`` once per step.
+    """Copies the model every few steps.  Every rank calls ``make`` after the same steps.
 
     Call ``strategy.setup(worker)`` before you create this object.
     """
@@ -59,14 +59,13 @@ class Snapshots:
         )
         """True if BatchNorm's statistics are estimated before each evaluation."""
         self._every = self._steps_between()
-        self._next = self._due_after(0) if plan.synchronous or rank == 0 else math.inf
+        self.due_after = self._due_after(0) if plan.synchronous or rank == 0 else math.inf
+        """Number of steps after which the next copy is due."""
 
-    def after(self, shard: Shard) -> None:
-        """Copy the model after the step on a shard, if a copy is due."""
+    def make(self, shard: Shard) -> None:
+        """Copy the model after the step on a shard."""
         num_steps = shard.step + 1
-        if num_steps < self._next:
-            return
-        self._next = self._due_after(num_steps)
+        self.due_after = self._due_after(num_steps)
         if num_steps >= self._num_steps:  # the trained model is evaluated anyway
             return
         run, clock = self._run, self._run.clock

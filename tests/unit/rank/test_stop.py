@@ -11,7 +11,7 @@ import pytest
 
 from ddpnb.rank.cancellation import CancellationToken, ConsequenceError
 from ddpnb.rank.strategies.base import Plan
-from ddpnb.rank.training import stop
+from ddpnb.rank.training import loop
 from tests.rank.ranks import TIMEOUT_SECONDS, make_state
 
 Partners = Callable[[int, int], set[int]]
@@ -125,8 +125,8 @@ def stopped(
     """
     num_ranks = len(seconds)
     world = Simulation(num_ranks, seed)
-    monkeypatch.setattr(stop, "time", world)
-    monkeypatch.setattr(stop, "group_store", lambda: world)
+    monkeypatch.setattr(loop, "time", world)
+    monkeypatch.setattr(loop, "group_store", lambda: world)
 
     def train(rank: int) -> int:
         here = num_ranks if is_one_host else 1
@@ -137,7 +137,7 @@ def stopped(
             name=str,
             here=SimpleNamespace(cancellation=token or CancellationToken()),
         )
-        decides = stop.Stop(context, lambda: world.now >= asked.get(rank, 1e9))
+        decides = loop.Stop(context, lambda: world.now >= asked.get(rank, 1e9))
         for step in range(num_steps):
             if world.now < min(asked.values()):
                 first[0] = max(first[0], step)
@@ -191,7 +191,7 @@ def test_all_ranks_stop_before_the_same_step_and_soon(monkeypatch, kind):
             num_steps=draw.choice([40, 10**6]),
             is_one_host=is_one_host,
         )
-        looks = 1 if is_one_host else stop.STEPS_BETWEEN_LOOKS
+        looks = 1 if is_one_host else loop.STEPS_BETWEEN_LOOKS
         assert len(set(found)) == 1, (seed, found)
         assert found[0] - first <= 2 * every + 4 * looks, seed
 
