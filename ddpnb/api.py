@@ -8,7 +8,7 @@ from IPython.display import Code
 
 from ddpnb.history.query import matching
 from ddpnb.hosts.spec import HostsSpec
-from ddpnb.protocol import calls
+from ddpnb.protocol.calls import calls
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.inspection import InspectSpec

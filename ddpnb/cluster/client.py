@@ -19,8 +19,7 @@ from ddpnb.cluster.call import START_TIMEOUT_SECONDS, Call, Lost, Output, Output
 from ddpnb.cluster.processes import wait_for_file
 from ddpnb.cluster.wording import restart, say, sentence, them
 from ddpnb.compat import ipyparallel_internals
-from ddpnb.protocol import calls
-from ddpnb.protocol.calls import Request
+from ddpnb.protocol.calls import calls
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 from ddpnb.protocol.processes import refuse_fork
@@ -56,7 +55,7 @@ class EngineClient:
         self._calls: list[Call] = []
         self._lock = threading.Lock()
 
-    def submit(self, request: Request[Any], ranks: Sequence[int]) -> Call:
+    def submit(self, request: Any, ranks: Sequence[int]) -> Call:
         """Start a call on some ranks and return at once.
 
         If the controller has lost one of the ranks, or in a fork of the kernel, raises UserError.
@@ -136,7 +135,7 @@ class EngineClient:
             self.lose(rank, cause)
         self._client.close()
 
-    def _send(self, call: Call, rank: int, engine: int, request: Request[Any]) -> None:
+    def _send(self, call: Call, rank: int, engine: int, request: Any) -> None:
         def receive(kind: str, content: Any) -> None:
             match kind:
                 case "result" if isinstance(content, RemoteError):

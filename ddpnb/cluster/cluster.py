@@ -16,8 +16,7 @@ from ddpnb.cluster.placement import ClusterSpec, Placement, rank_settings
 from ddpnb.cluster.processes import LocalProcesses, Processes, StartProcesses, wait_until
 from ddpnb.cluster.wording import remedy
 from ddpnb.compat.probe import missing_features
-from ddpnb.protocol import calls
-from ddpnb.protocol.calls import Request, Result
+from ddpnb.protocol.calls import Result, calls
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState, StaleVariable
 from ddpnb.protocol.notation import spoken_ranks
@@ -161,7 +160,7 @@ class Cluster:
 
     # -- calls -----------------------------------------------------------------------
 
-    def submit(self, request: Request[Any], ranks: Sequence[int]) -> Call:
+    def submit(self, request: Any, ranks: Sequence[int]) -> Call:
         """Start a call on some ranks and return at once.
 
         Raises UserError if one of the ranks has died, or if the cluster is unusable.
@@ -173,7 +172,7 @@ class Cluster:
 
     def gather(
         self,
-        request: Request[Result],
+        request: Result,
         ranks: Sequence[int] | None = None,
         timeout: float = CALL_TIMEOUT_SECONDS,
     ) -> list[Result]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ddpnb.cluster.call import Call, CallEvent, Lost, Returned
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.history.rows import rows_of
-from ddpnb.protocol import calls
+from ddpnb.protocol.calls import calls
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import EventBatch, Failure, Mark, MarkKind, RejoinInfo, RunSpec
 

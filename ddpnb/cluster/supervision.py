@@ -17,7 +17,7 @@ from ddpnb.cluster.interrupts import noted_interrupts
 from ddpnb.cluster.monitor import Monitor
 from ddpnb.cluster.outcome import Outcome
 from ddpnb.cluster.wording import say, sentence, them
-from ddpnb.protocol import calls
+from ddpnb.protocol.calls import calls
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import spoken_ranks
 

@@ -15,7 +15,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from ddpnb.course.exercises import HINTS
 from ddpnb.hosts.launchers import profiles
 from ddpnb.magics.arguments import VALUES, flags
-from ddpnb.protocol import calls
+from ddpnb.protocol.calls import calls
 from ddpnb.protocol.catalogue import STRATEGIES, TASKS, Entry
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.trace import SHOWN, TRACE

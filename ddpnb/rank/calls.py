@@ -1,18 +1,31 @@
-"""Implements each call that ``protocol.calls`` declares as one function.  Runs on the ranks."""
+"""The calls that the kernel makes on ranks.  Runs on the ranks."""
 
 import functools
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
-from typing import Any, Concatenate
+from typing import Any, final
 
 from IPython.core.interactiveshell import ExecutionInfo
+from numpy.typing import NDArray
 
-from ddpnb.protocol import calls
-from ddpnb.protocol.calls import Arguments, RankCall, Result
-from ddpnb.protocol.messages import Checked, RejoinInfo, RunReport, RunSpec, StaleVariable
+from ddpnb.protocol.devices import Compute
+from ddpnb.protocol.inspection import CapReport, Found, InspectSpec
+from ddpnb.protocol.messages import (
+    CellReport,
+    CellSpec,
+    Checked,
+    RankState,
+    RejoinInfo,
+    RunReport,
+    RunSpec,
+    StaleVariable,
+)
+from ddpnb.protocol.replicas import Part, RankReplica, RankSamples, SamplerSpec
+from ddpnb.protocol.trace import CollectiveShown, CollectiveSpec
+from ddpnb.protocol.variables import Parcel
 from ddpnb.rank import cells, shell, tasks, variables
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.inspect import collective, ddp_steps, replicas, samples, subject
@@ -20,170 +33,183 @@ from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.training import loop, validation
 from ddpnb.rank.training.run import Surroundings
 
-Implementation = Callable[Concatenate[RankEngine, Arguments], Result]
+RAISES = {"state", "form_group", "num_calls", "run_cell", "clean_up"}
+"""Calls that raise their exceptions, because only a mistake in ddpnb can cause these exceptions.
+All other calls return a ``Failure``."""
+USES_DEVICE = {"measure_compute", "find_inspected", "inspect_ddp", "show_collective", "validate"}
+"""Calls that run the user's code, so an interrupt can end the call.  They free GPU memory."""
+RUNS_USERS_CODE = USES_DEVICE | {"pull", "digests", "elements", "samples"}
 
 
-def carries_out(
-    declared: RankCall[Arguments, Result],
-    *,
-    answers: bool = True,
-    runs_users_code: bool = False,
-    uses_device: bool = False,
-) -> Callable[[Implementation[Arguments, Result]], Implementation[Arguments, Result]]:
-    """Return a decorator that registers a function as the implementation of a declared call.
+def carry_out(name: str, arguments: Sequence[Any], folder: str) -> Any:
+    """Run a call, and return its result or a ``Failure`` that describes its exception.
 
-    If the notebook's working folder has changed, the rank changes to the new folder before a call.
-
-    Args:
-        declared: the call that the function implements.
-        answers: if True, exceptions are returned to the notebook as a ``Failure``.  If False,
-            exceptions are raised, because only a mistake in ddpnb can cause them.
-        runs_users_code: if True, the call runs the user's code, and an interrupt can end the call.
-        uses_device: if True, the call computes on the device, and frees the device's memory.
+    If the notebook's working folder has changed, the rank changes to the new folder first.
     """
-
-    def register(
-        function: Implementation[Arguments, Result],
-    ) -> Implementation[Arguments, Result]:
-        def carry_out(folder: str, *arguments: Any) -> Any:
-            engine: RankEngine = RankEngine.instance()
-            if folder and folder != engine.notebook_folder:  # otherwise keep a cell's os.chdir
-                engine.notebook_folder = folder
-                with suppress(OSError):  # this host may not have the folder
-                    os.chdir(folder)
-            call: Callable[[], Any] = functools.partial(function, engine, *arguments)
-            try:
-                return _answer(call, engine, runs_users_code) if answers else call()
-            finally:  # the call's frames have ended, so they hold no model any more
-                if uses_device:
-                    engine.shell.InteractiveTB.tb = None  # IPython keeps the latest traceback
-                    loop.release_memory(engine.group.device)
-
-        calls.registered[declared.name] = carry_out
-        return function
-
-    return register
-
-
-def _answer(call: Callable[[], Any], engine: RankEngine, runs_users_code: bool) -> Any:
-    """Return the result of a call, or a ``Failure`` that describes the call's exception."""
+    engine: RankEngine = RankEngine.instance()
+    if folder and folder != engine.notebook_folder:  # otherwise keep a cell's os.chdir
+        engine.notebook_folder = folder
+        with suppress(OSError):  # this host may not have the folder
+            os.chdir(folder)
     try:
-        if not runs_users_code:
+        return _answer(name, functools.partial(getattr(RankApi(engine), name), *arguments), engine)
+    finally:  # the call's frames have ended, so they hold no model any more
+        if name in USES_DEVICE or name == "train":
+            engine.shell.InteractiveTB.tb = None  # IPython keeps the latest traceback
+            loop.release_memory(engine.group.device)
+
+
+def _answer(name: str, call: Callable[[], Any], engine: RankEngine) -> Any:
+    try:
+        if name not in RUNS_USERS_CODE:
             return call()
         with engine.adopted_group.during():
             return cells.interruptible(call)
-    except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the notebook shows it
+    except (Exception, KeyboardInterrupt, SystemExit) as error:  # the notebook shows it
+        if name in RAISES:
+            raise
         return cells.failure_of(error, engine)
 
 
-@carries_out(calls.form_group, answers=False)
-def form_group(engine: RankEngine, generation: int, is_checked: bool) -> list[StaleVariable]:
-    """Form a new process group with all ranks; return the variables that hold an old group."""
-    engine.group.join(generation, is_checked=is_checked)
-    engine.stale = variables.variables_with_group(engine.shell.user_ns)
-    return [*engine.stale]
+@final
+class RankApi:
+    """The calls.  The kernel makes a request with ``protocol.calls``."""
 
+    def __init__(self, engine: RankEngine) -> None:
+        self._engine = engine
+        self._group = engine.group
+        self._variables = engine.shell.user_ns
 
-# -- training ------------------------------------------------------------------------------
+    # -- the process group -----------------------------------------------------------------
 
+    def state(self) -> RankState:
+        """Return a description of the rank's process and device."""
+        return self._group.state()
 
-@carries_out(calls.validate, runs_users_code=True, uses_device=True)
-def validate(engine: RankEngine, spec: RunSpec) -> Checked:
-    """Check the settings and the code of one run before any strategy trains."""
-    checks = engine.group.collective_checks
-    cells.warn_again()
-    about_to_run = ExecutionInfo(spec.source, False, True, True, None)
-    engine.shell.events.trigger("pre_run_cell", about_to_run)  # e.g. for %autoreload
-    return validation.validate(
-        spec,
-        surroundings_of(engine, spec),
-        num_calls=lambda: sum(each or 0 for each in checks.num_calls().values()),
-    )
+    def form_group(self, generation: int, is_checked: bool) -> list[StaleVariable]:
+        """Form a process group with all ranks; return the variables that hold an old group."""
+        self._group.join(generation, is_checked=is_checked)
+        self._engine.stale = variables.variables_with_group(self._variables)
+        return [*self._engine.stale]
 
+    def num_calls(self) -> dict[str, int | None]:
+        """Return the number of this rank's collectives in each group; None if uncertain."""
+        return self._group.collective_checks.num_calls()
 
-@carries_out(calls.train, uses_device=True)  # the function makes only the training interruptible
-def train(engine: RankEngine, spec: RunSpec, rejoin_info: RejoinInfo | None) -> RunReport:
-    """Train one run, or join a run that other ranks are training; return this rank's report."""
-    group = engine.group
-    cells.warn_again()
-    engine.stop_wanted.clear()  # a late request to stop was for the previous run
-    first_batch = rejoin_info.first_batch if rejoin_info else 0
-    publisher = Publisher(rank=group.rank, run_id=spec.run_id, first_batch=first_batch)
-    with closing(publisher), engine.adopted_group.during():
-        return cells.interruptible(
-            lambda: loop.train(
-                spec,
-                replace(surroundings_of(engine, spec), rejoin_info=rejoin_info),
-                publish=publisher.publish,
-                should_stop=engine.stop_wanted.is_set,
-                keep=functools.partial(variables.keep_model, spec),
-            )
+    # -- cells and variables ---------------------------------------------------------------
+
+    def run_cell(self, spec: CellSpec) -> CellReport:
+        """Run a cell."""
+        return cells.run_cell(spec, self._engine)
+
+    def complete(self, code: str, offset: int) -> tuple[str, list[tuple[str, str]]]:
+        """Return the code to replace at an offset, and each completion with its kind."""
+        return shell.completions(self._engine.shell, code, offset)
+
+    def describe(self, code: str, offset: int, detail: int) -> dict[str, Any]:
+        """Return the output of ``name?`` for the name at an offset.  ``detail`` is 0 or 1."""
+        return shell.description(self._engine.shell, code, offset, detail)
+
+    def push(self, parcel: Parcel) -> None:
+        """Put a parcel's variables into the namespace of cells."""
+        variables.take(parcel, self._variables)
+
+    def pull(self, code: str, path: str, classes: Collection[str], num_copies: int) -> Parcel:
+        """Evaluate an expression and return its value; see ``rank.variables.give``."""
+        rank = self._group.rank
+        return variables.give(rank, self._variables, code, path, classes, num_copies)
+
+    def pull_model(self, run_id: str, path: str, classes: Collection[str], num: int) -> Parcel:
+        """Return the trained model of a run, pickled like the values of ``pull``."""
+        model = {"model": variables.trained_model(run_id)}
+        return variables.give(self._group.rank, model, "model", path, classes, num)
+
+    def keep_functions(self, key: str, parcel: Parcel) -> None:
+        """Store, under a key, the functions that the user passed to ``ddpnb.compare``."""
+        variables.keep_functions(key, parcel)
+
+    # -- training --------------------------------------------------------------------------
+
+    def validate(self, spec: RunSpec) -> Checked:
+        """Check the settings and the code of one run before any strategy trains."""
+        checks = self._group.collective_checks
+        cells.warn_again()
+        about_to_run = ExecutionInfo(spec.source, False, True, True, None)
+        self._engine.shell.events.trigger("pre_run_cell", about_to_run)  # e.g. for %autoreload
+        return validation.validate(
+            spec,
+            self._surroundings(spec),
+            num_calls=lambda: sum(each or 0 for each in checks.num_calls().values()),
         )
 
+    def measure_compute(self, spec: RunSpec) -> Compute | None:
+        """Measure a device's computing speed on rank 0, while the other ranks are idle."""
+        if self._group.rank > 0:
+            return None
+        return validation.measure_compute(spec, self._surroundings(spec))
 
-def surroundings_of(engine: RankEngine, spec: RunSpec | None) -> Surroundings:
-    """Return this rank's state, variables and folder.  Tracebacks call a cell ``Cell In[n]``."""
-    group, shell = engine.group, engine.shell
-    here = Surroundings(
-        state=group.state(),
-        namespace=shell.user_ns,
-        folder=group.folder,
-        cancellation=group.cancellation,
-    )
-    if spec is None or not spec.cell:
-        return here
-    filename = shell.compile.cache(spec.source, spec.cell, spec.source)
-    return replace(here, filename=filename)
+    def train(self, spec: RunSpec, rejoin_info: RejoinInfo | None) -> RunReport:
+        """Train one run, or join a run that other ranks are training."""
+        cells.warn_again()
+        self._engine.stop_wanted.clear()  # a late request to stop was for the previous run
+        first_batch = rejoin_info.first_batch if rejoin_info else 0
+        publisher = Publisher(rank=self._group.rank, run_id=spec.run_id, first_batch=first_batch)
+        with closing(publisher), self._engine.adopted_group.during():
+            train = functools.partial(
+                loop.train,
+                spec,
+                replace(self._surroundings(spec), rejoin_info=rejoin_info),
+                publish=publisher.publish,
+                should_stop=self._engine.stop_wanted.is_set,
+                keep=functools.partial(variables.keep_model, spec),
+            )
+            return cells.interruptible(train)
 
+    def clean_up(self) -> None:
+        """Free the data and remove the files of the comparison that has ended."""
+        tasks.forget()
+        shutil.rmtree(self._group.folder / validation.CHECKS, ignore_errors=True)
 
-@carries_out(calls.clean_up, answers=False)
-def clean_up(engine: RankEngine) -> None:
-    """Free the data of the comparison that has ended, and remove the comparison's files."""
-    tasks.forget()
-    shutil.rmtree(engine.group.folder / validation.CHECKS, ignore_errors=True)
+    def _surroundings(self, spec: RunSpec | None) -> Surroundings:
+        """Return what a run uses of this rank.  Tracebacks name a cell ``Cell In[n]``."""
+        group = self._group
+        here = Surroundings(
+            state=group.state(),
+            namespace=self._variables,
+            folder=group.folder,
+            cancellation=group.cancellation,
+        )
+        if spec is None or not spec.cell:
+            return here
+        filename = self._engine.shell.compile.cache(spec.source, spec.cell, spec.source)
+        return replace(here, filename=filename)
 
+    # -- looking inside --------------------------------------------------------------------
 
-# -- calls with an implementation of one line ----------------------------------------------
+    def digests(self, names: Sequence[str]) -> RankReplica:
+        """Return digests of the variables with these names, or of all models."""
+        return replicas.replica(names, self._variables, rank=self._group.rank)
 
-carries_out(calls.state, answers=False)(lambda engine: engine.group.state())
-carries_out(calls.num_calls, answers=False)(lambda e: e.group.collective_checks.num_calls())
-carries_out(calls.run_cell, answers=False)(lambda engine, spec: cells.run_cell(spec, engine))
-carries_out(calls.complete)(lambda engine, *asked: shell.completions(engine.shell, *asked))
-carries_out(calls.describe)(lambda engine, *asked: shell.description(engine.shell, *asked))
-carries_out(calls.push)(lambda engine, parcel: variables.take(parcel, engine.shell.user_ns))
-carries_out(calls.keep_functions)(lambda _, key, parcel: variables.keep_functions(key, parcel))
-carries_out(calls.pull_model)(
-    lambda engine, run_id, *more: variables.give(
-        engine.group.rank, {"model": variables.trained_model(run_id)}, "model", *more
-    )
-)
-carries_out(calls.pull, runs_users_code=True)(
-    lambda engine, *asked: variables.give(engine.group.rank, engine.shell.user_ns, *asked)
-)
-carries_out(calls.measure_compute, runs_users_code=True, uses_device=True)(
-    lambda engine, spec: (  # on one core, while the other ranks are idle
-        validation.measure_compute(spec, surroundings_of(engine, spec))
-        if engine.group.rank == 0
-        else None
-    )
-)
-carries_out(calls.digests, runs_users_code=True)(
-    lambda engine, names: replicas.replica(names, engine.shell.user_ns, rank=engine.group.rank)
-)
-carries_out(calls.elements, runs_users_code=True)(
-    lambda engine, ranks, *wanted: (
-        replicas.elements(engine.shell.user_ns, *wanted) if engine.group.rank in ranks else None
-    )
-)
-carries_out(calls.samples, runs_users_code=True)(
-    lambda engine, spec: samples.samples(spec, engine.group.state(), engine.shell.user_ns)
-)
-carries_out(calls.find_inspected, runs_users_code=True, uses_device=True)(
-    lambda engine, spec: subject.find(spec, surroundings_of(engine, spec.task))
-)
-carries_out(calls.inspect_ddp, runs_users_code=True, uses_device=True)(
-    lambda engine, spec: ddp_steps.measure(spec, surroundings_of(engine, spec.task))
-)
-carries_out(calls.show_collective, runs_users_code=True, uses_device=True)(
-    lambda engine, spec: collective.show(spec, device=engine.group.device)
-)
+    def elements(
+        self, ranks: Collection[int], name: str, part: Part, tensor: str, chunks: Sequence[int]
+    ) -> NDArray[Any] | None:
+        """Return some chunks of one tensor on the given ranks, and None on the other ranks."""
+        if self._group.rank not in ranks:
+            return None
+        return replicas.elements(self._variables, name, part, tensor, chunks)
+
+    def samples(self, spec: SamplerSpec) -> RankSamples:
+        """Return the indices that a sampler gives to this rank."""
+        return samples.samples(spec, self._group.state(), self._variables)
+
+    def find_inspected(self, spec: InspectSpec) -> Found:
+        """Run the inspected model without communication; return its parameters."""
+        return subject.find(spec, self._surroundings(spec.task))
+
+    def inspect_ddp(self, spec: InspectSpec) -> tuple[CapReport, ...]:
+        """Train a copy of the model with DDP for some steps, and measure the steps."""
+        return ddp_steps.measure(spec, self._surroundings(spec.task))
+
+    def show_collective(self, spec: CollectiveSpec) -> CollectiveShown | None:
+        """Run and time a collective, and count its bytes; None if the rank does not take part."""
+        return collective.show(spec, device=self._group.device)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from ddpnb.cluster.call import CallEvent, Output
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch
-from ddpnb.protocol.calls import Request, Result
+from ddpnb.protocol.calls import Result
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.reports.cell_output import PrintedLines
@@ -14,7 +14,7 @@ from ddpnb.session.errors import CellInterrupt, HangError, RankError, error_of, 
 
 def ask(
     cluster: Cluster,
-    request: Request[Result],
+    request: Result,
     ranks: Sequence[int] | None = None,
     *,
     printed: PrintedLines | None = None,

@@ -13,7 +13,7 @@ from ddpnb.cluster.supervision import Watch
 from ddpnb.cluster.wording import remedy, say
 from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder
-from ddpnb.protocol import calls
+from ddpnb.protocol.calls import calls
 from ddpnb.protocol.errors import UserError, closest
 from ddpnb.protocol.messages import CellReport, CellSpec, EventBatch, Prompt
 from ddpnb.protocol.notation import spoken_ranks

@@ -6,7 +6,7 @@ from dataclasses import replace
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.history.recorder import Recorder
 from ddpnb.history.store import Store
-from ddpnb.protocol import calls
+from ddpnb.protocol.calls import calls
 from ddpnb.protocol.catalogue import BASELINE, CEILING, STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, RunSpec

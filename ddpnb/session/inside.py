@@ -6,7 +6,7 @@ from typing import Any
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.history.recorder import new_id
-from ddpnb.protocol import calls
+from ddpnb.protocol.calls import calls
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.inspection import InspectSpec
 from ddpnb.protocol.messages import RunSpec

@@ -17,7 +17,7 @@ from ddpnb.history.query import all_names
 from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.history.store import Store, open_store
 from ddpnb.hosts.processes import start_cluster
-from ddpnb.protocol.calls import Request, Result
+from ddpnb.protocol.calls import Result
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellSpec, Failure, Script
 from ddpnb.protocol.notation import parse_ranks, spoken_ranks
@@ -183,7 +183,7 @@ class Session:
         """The trace of the latest traced cell, or None if there is no trace yet."""
         return None if self._traced is None else self._traced.trace
 
-    def answer_now(self, request: Request[Result], rank: int | None = None) -> Result | None:
+    def answer_now(self, request: Result, rank: int | None = None) -> Result | None:
         """Return a rank's immediate answer, or None if the rank is busy, dead or slow.
 
         By default, the first idle rank is asked.

@@ -15,7 +15,7 @@ from ddpnb.cluster.supervision import Watch
 from ddpnb.cluster.wording import them
 from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder
-from ddpnb.protocol import calls
+from ddpnb.protocol.calls import calls
 from ddpnb.protocol.errors import UserError, summary_of
 from ddpnb.protocol.messages import Checked, EventBatch, RunReport, RunSpec
 from ddpnb.protocol.notation import spoken_ranks

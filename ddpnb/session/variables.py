@@ -12,8 +12,7 @@ from typing import Any, Self, final
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.wording import full_stop
-from ddpnb.protocol import calls
-from ddpnb.protocol.calls import RankCall, Request
+from ddpnb.protocol.calls import calls
 from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.protocol.notation import parse_ranks
 from ddpnb.protocol.options import Option
@@ -44,7 +43,7 @@ def send(
     parts: Sequence[memoryview],
     names: Iterable[str],
     ranks: Sequence[int],
-    taken_by: Callable[[Parcel], Request[None]],
+    taken_by: Callable[[Parcel], None],
 ) -> None:
     """Send pickled values to ranks; raise UserError if a rank cannot read the values."""
     what = ", ".join(names)
@@ -63,7 +62,7 @@ def pull(
     cluster: Cluster,
     expression: str,
     ranks: Sequence[int],
-    given_by: RankCall[[str, str, Collection[str], int], Parcel] = calls.pull,
+    given_by: Callable[[str, str, Collection[str], int], Parcel] = calls.pull,
 ) -> list[Any]:
     """Return the value of an expression on each rank; raise UserError if a rank has no value.
 

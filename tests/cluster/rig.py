@@ -19,7 +19,7 @@ from ddpnb.cluster.supervision import Watch
 from ddpnb.history.store import Store
 from ddpnb.hosts.processes import start_cluster
 from ddpnb.hosts.spec import HostsSpec
-from ddpnb.protocol import calls
+from ddpnb.protocol.calls import calls
 from ddpnb.protocol.messages import CellSpec, Failure
 from ddpnb.protocol.processes import RankCommand, portable
 from ddpnb.protocol.training_options import TrainingSpec

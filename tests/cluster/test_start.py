@@ -17,7 +17,7 @@ from ddpnb.cluster.client import EngineClient
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.compat import ipyparallel_internals
-from ddpnb.protocol import calls
+from ddpnb.protocol.calls import calls
 from ddpnb.protocol.cores import num_cores
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import VERSION, private_folder

@@ -16,7 +16,7 @@ from ddpnb.cluster.call import CallEvent, Returned
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch
 from ddpnb.history.model import Status
-from ddpnb.protocol import calls
+from ddpnb.protocol.calls import calls
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.session.errors import RankError
