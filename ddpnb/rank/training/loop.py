@@ -55,7 +55,7 @@ _NOT_SWITCHED = (
 STEPS_BETWEEN_LOOKS = 8
 """Number of steps between two reads of the target on several hosts, because a read is a message.
 On one host the store is a file that a rank reads in about 10 us before each step."""
-PAUSE_SECONDS = 0.05
+PAUSE_SECONDS = 0.03
 """Minimum time that a rank waits for a rank that may be blocked."""
 POLLS_PER_PAUSE = 16
 STEPS_PER_PAUSE = 4
