@@ -18,14 +18,14 @@ from ddpnb.protocol.options import options_of, read_options
 from ddpnb.protocol.replicas import SamplerSpec
 from ddpnb.protocol.trace import CollectiveSpec
 from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.reports.inside.advice import advice
-from ddpnb.reports.inside.buckets import DdpInspection
-from ddpnb.reports.inside.collective import CollectiveResult
-from ddpnb.reports.inside.prediction import PredictionResult
-from ddpnb.reports.inside.replicas import ReplicaCheck
-from ddpnb.reports.inside.samples import Handout, handout_of
-from ddpnb.reports.inside.traces import TraceResult
-from ddpnb.reports.inside.versions import AsyncInspection, async_inspection
+from ddpnb.reports.inspection.advice import advice
+from ddpnb.reports.inspection.buckets import DdpInspection
+from ddpnb.reports.inspection.collective import CollectiveResult
+from ddpnb.reports.inspection.prediction import PredictionResult
+from ddpnb.reports.inspection.replicas import ReplicaCheck
+from ddpnb.reports.inspection.samples import Handout, handout_of
+from ddpnb.reports.inspection.traces import TraceResult
+from ddpnb.reports.inspection.versions import AsyncInspection, async_inspection
 from ddpnb.reports.listing import Details, runs_table
 from ddpnb.reports.progress import progress_of
 from ddpnb.reports.result import ComparisonResult
@@ -35,7 +35,7 @@ from ddpnb.scaling.predict import Question
 from ddpnb.session.asking import ask
 from ddpnb.session.cells import CellOptions, RunningCell, cell_in, read_script
 from ddpnb.session.comparison_spec import ComparisonSpec, make_comparison
-from ddpnb.session.inside import INSPECTED, check_replicas, inspect_step, training_to_inspect
+from ddpnb.session.inspection import INSPECTED, check_replicas, inspect_step, training_to_inspect
 from ddpnb.session.scaling import predicted
 from ddpnb.session.session import this_cell_number, this_session
 from ddpnb.session.status import describe_ranks, status_table

@@ -12,7 +12,7 @@ from ddpnb.magics.magics import DdpMagics
 from ddpnb.protocol.catalogue import STRATEGIES, TASKS
 from ddpnb.protocol.options import Option
 
-RESULTS = ("ddpnb.reports.result.ComparisonResult", "ddpnb.reports.inside.traces.TraceResult")
+RESULTS = ("ddpnb.reports.result.ComparisonResult", "ddpnb.reports.inspection.traces.TraceResult")
 MESSAGES = {
     "Which option is wrong?": (
         "magics/arguments.py: arguments no_arguments",

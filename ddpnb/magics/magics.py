@@ -22,14 +22,14 @@ from ddpnb.protocol.replicas import SamplerSpec
 from ddpnb.protocol.trace import SHOWN, TRACE, CollectiveSpec
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.formatting import counted
-from ddpnb.reports.inside.replicas import ReplicaCheck
-from ddpnb.reports.inside.samples import Handout
+from ddpnb.reports.inspection.replicas import ReplicaCheck
+from ddpnb.reports.inspection.samples import Handout
 from ddpnb.reports.live import LiveDisplay, LiveFigureAndTable
 from ddpnb.reports.style import PlotOptions
 from ddpnb.scaling.predict import Question
 from ddpnb.session.cells import CellOptions
 from ddpnb.session.comparison_spec import ComparisonSpec, make_comparison
-from ddpnb.session.inside import INSPECTED
+from ddpnb.session.inspection import INSPECTED
 from ddpnb.session.session import this_cell_number, this_session
 from ddpnb.session.variables import push
 

@@ -28,7 +28,7 @@ from ddpnb.protocol.trace import CollectiveShown, CollectiveSpec
 from ddpnb.protocol.variables import Parcel
 from ddpnb.rank import cells, shell, tasks, variables
 from ddpnb.rank.engine import RankEngine
-from ddpnb.rank.inspect import collective, ddp_steps, replicas, samples, subject
+from ddpnb.rank.inspection import collective, ddp_steps, replicas, samples, subject
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.training import loop, validation
 from ddpnb.rank.training.run import Surroundings

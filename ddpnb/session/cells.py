@@ -21,7 +21,7 @@ from ddpnb.protocol.options import check_options, option
 from ddpnb.protocol.processes import RankCommand
 from ddpnb.reports.cell_output import CellOutput
 from ddpnb.reports.formatting import counted
-from ddpnb.reports.inside.traces import TraceResult, joined
+from ddpnb.reports.inspection.traces import TraceResult, joined
 from ddpnb.reports.live import Live, LiveFigureAndTable, live
 from ddpnb.reports.notebook import show_value, warn
 from ddpnb.reports.result import ComparisonResult

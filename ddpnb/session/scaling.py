@@ -13,7 +13,7 @@ from ddpnb.history.summary import StrategySummary, summarise
 from ddpnb.protocol.catalogue import BASELINE, CEILING
 from ddpnb.protocol.cores import num_cores
 from ddpnb.protocol.errors import UserError
-from ddpnb.reports.inside.prediction import PredictionResult
+from ddpnb.reports.inspection.prediction import PredictionResult
 from ddpnb.scaling.calibrate import Measured, SizeClass, calibrate
 from ddpnb.scaling.predict import Question, predict
 

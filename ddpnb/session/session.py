@@ -23,7 +23,7 @@ from ddpnb.protocol.messages import CellSpec, Failure, Script
 from ddpnb.protocol.notation import parse_ranks, spoken_ranks
 from ddpnb.protocol.processes import refuse_fork, working_folder
 from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.reports.inside.traces import TraceResult
+from ddpnb.reports.inspection.traces import TraceResult
 from ddpnb.reports.listing import ranks_table
 from ddpnb.reports.live import Live, LiveFigureAndTable, live
 from ddpnb.reports.result import ComparisonResult

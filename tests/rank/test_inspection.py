@@ -19,7 +19,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.inspection import InspectSpec
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.clock import Clock
-from ddpnb.rank.inspect import ddp_steps, subject
+from ddpnb.rank.inspection import ddp_steps, subject
 from ddpnb.rank.training.run import Surroundings
 from tests.rank.ranks import make_state
 

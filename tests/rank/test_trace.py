@@ -14,9 +14,9 @@ from ddpnb.rank.collectives import trace
 from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.collectives.trace import TraceRecorder
 from ddpnb.rank.connections import bytes_sent
-from ddpnb.rank.inspect import collective
-from ddpnb.rank.inspect.collective import show
-from ddpnb.reports.inside.collective import CollectiveResult
+from ddpnb.rank.inspection import collective
+from ddpnb.rank.inspection.collective import show
+from ddpnb.reports.inspection.collective import CollectiveResult
 
 SIZE = 30_000
 

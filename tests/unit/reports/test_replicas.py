@@ -10,8 +10,8 @@ from torch import nn
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.replicas import CHUNK_ELEMENTS, Part
-from ddpnb.rank.inspect import replicas as on_rank
-from ddpnb.reports.inside.replicas import ReplicaCheck, Verdict, find, measured, with_causes
+from ddpnb.rank.inspection import replicas as on_rank
+from ddpnb.reports.inspection.replicas import ReplicaCheck, Verdict, find, measured, with_causes
 
 Namespace = dict[str, Any]
 

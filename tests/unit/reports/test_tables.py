@@ -12,7 +12,7 @@ from ddpnb.protocol.notation import Target
 from ddpnb.reports.export.data import runs_frame
 from ddpnb.reports.findings import results_table
 from ddpnb.reports.formatting import duration, number, percent, short, size
-from ddpnb.reports.inside.advice import advice
+from ddpnb.reports.inspection.advice import advice
 from ddpnb.reports.listing import ranks_table, runs_table
 from ddpnb.reports.progress import progress_of
 from ddpnb.reports.result import five_columns, how_to_read

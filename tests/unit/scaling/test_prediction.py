@@ -12,7 +12,7 @@ from ddpnb.history.store import Store
 from ddpnb.protocol.devices import Compute, parse_devices
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import LINKS, parse_link
-from ddpnb.reports.inside.prediction import PredictionResult
+from ddpnb.reports.inspection.prediction import PredictionResult
 from ddpnb.scaling.calibrate import calibrate
 from ddpnb.scaling.model import FORMULAS, Machine, Workload, cost, step_seconds, stops_at
 from ddpnb.scaling.predict import Question, predict

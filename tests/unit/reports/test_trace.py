@@ -8,9 +8,9 @@ import pytest
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.trace import CollectiveShown, CollectiveSpec, RankSpans, Span
-from ddpnb.reports.inside.collective import CollectiveResult
-from ddpnb.reports.inside.timeline import last_arrivals
-from ddpnb.reports.inside.traces import TraceResult, chrome_trace, joined
+from ddpnb.reports.inspection.collective import CollectiveResult
+from ddpnb.reports.inspection.timeline import last_arrivals
+from ddpnb.reports.inspection.traces import TraceResult, chrome_trace, joined
 
 
 def call(rank: int, start: float, end: float, name: str = "all_reduce", **options) -> Span:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, final
 from ddpnb.protocol.notation import format_ranks
 from ddpnb.protocol.trace import RankSpans, Span
 from ddpnb.reports.formatting import counted, in_units, size
-from ddpnb.reports.inside.timeline import bounds, draw_timeline, last_arrivals
+from ddpnb.reports.inspection.timeline import bounds, draw_timeline, last_arrivals
 from ddpnb.reports.kit import Picture, Shown
 
 MAX_LINES = 40

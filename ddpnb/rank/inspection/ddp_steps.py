@@ -26,7 +26,7 @@ from ddpnb.protocol.inspection import Bucket, CapReport, InspectSpec
 from ddpnb.protocol.trace import Lane, Span
 from ddpnb.rank.clock import Clock, MeasuredClock, Moment, seconds_between, synchronize
 from ddpnb.rank.collectives.flat import num_bytes
-from ddpnb.rank.inspect.subject import Subject, subject_of
+from ddpnb.rank.inspection.subject import Subject, subject_of
 from ddpnb.rank.laboratory import ComputeTimes, Laboratory, measured
 from ddpnb.rank.laboratory.clock import VirtualClock
 from ddpnb.rank.random_state import preserve_globals

@@ -12,8 +12,8 @@ from ddpnb.protocol.inspection import InspectSpec
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.reports.inside.buckets import DdpInspection
-from ddpnb.reports.inside.replicas import Finding, ReplicaCheck, find, measured, with_causes
+from ddpnb.reports.inspection.buckets import DdpInspection
+from ddpnb.reports.inspection.replicas import Finding, ReplicaCheck, find, measured, with_causes
 from ddpnb.session.asking import ask
 from ddpnb.session.comparison import with_devices
 from ddpnb.session.errors import warn_stale

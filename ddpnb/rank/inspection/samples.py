@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.protocol.messages import RankState
 from ddpnb.protocol.replicas import Indices, RankSamples, SamplerSpec
-from ddpnb.rank.inspect.subject import value_of
+from ddpnb.rank.inspection.subject import value_of
 from ddpnb.rank.random_state import preserve_globals
 
 DATA = ("dataset", "data_source")

@@ -10,7 +10,7 @@ from ddpnb.protocol.inspection import Bucket, CapReport
 from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.protocol.trace import Span
 from ddpnb.reports.formatting import counted, in_units, listed, size
-from ddpnb.reports.inside.timeline import bounds, draw_timeline
+from ddpnb.reports.inspection.timeline import bounds, draw_timeline
 from ddpnb.reports.kit import Picture, Shown
 from ddpnb.reports.table import Column, Table, table_row
 

@@ -24,7 +24,7 @@ from ddpnb.protocol.replicas import (
     TensorDigest,
 )
 from ddpnb.rank.collectives.flat import local
-from ddpnb.rank.inspect.subject import value_of
+from ddpnb.rank.inspection.subject import value_of
 from ddpnb.rank.tasks.batches import leaves
 from ddpnb.rank.variables import held_by, kind_with_group
 
