@@ -97,6 +97,8 @@ class VirtualClock(Clock):
         """Number of bytes that each phase had issued when the phase last ended."""
         self._copied_share = 0.0
         """Share of the gradients that this step has copied to buffers, from 0 to 1."""
+        self._error: UserError | None = None
+        """Error of a call that a thread has made; the run's own thread raises it too."""
         self._boards: dict[str, Board] = {}
         self._sums = SharedSums(path, check)
         self._numbers: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
@@ -132,6 +134,8 @@ class VirtualClock(Clock):
 
     def timing(self, step: StepEvent, values: Mapping[str, Tensor]) -> list[StepEvent]:
         """End a step, and return the step with its times."""
+        if self._error is not None:
+            raise self._error
         self._compute_unplanned()
         self.computed()
         self.enter("data")
@@ -260,11 +264,12 @@ class VirtualClock(Clock):
         if call.group.size() == 1:
             return
         if not self.is_own_thread():
-            raise UserError(
+            self._error = UserError(
                 f"A thread of rank {call.group.rank()} called {call.name}. On emulated devices, "
                 "only the thread that runs the step can communicate. Call it in the step, or "
                 "remove --devices and --link."
             )
+            raise self._error
         self._compute_unplanned()
         if call.name in SUMS:
             self._copy(call)
