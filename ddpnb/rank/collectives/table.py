@@ -110,7 +110,7 @@ class Call:
     @property
     def num_bytes(self) -> int:
         """Total size of ``tensors`` in bytes."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum(each.numel() * each.element_size() for each in self.tensors)
 
     @property
     def are_sizes_equal(self) -> bool:

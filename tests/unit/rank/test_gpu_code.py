@@ -15,6 +15,9 @@ from torch.utils import backend_registration
 from ddpnb.cluster.placement import ClusterSpec, Host, place_ranks, torchrun_environment
 from ddpnb.rank.group import gpu_software
 from ddpnb.rank.script import names, plain
+from ddpnb.rank.strategies import data_parallel
+from ddpnb.rank.tasks.base import CLASSIFY
+from ddpnb.rank.worker import Batch, Worker
 from tests.programs import printed
 
 DEVICE = '''
@@ -63,7 +66,7 @@ def full(number):
 '''
 STEP = """
 from ddpnb.rank.clock import Clock
-from ddpnb.rank.strategies.device_replicas import ThreadReplicas
+from ddpnb.rank.strategies.data_parallel import ThreadReplicas
 
 class Scale(nn.Module):
     def __init__(self):
@@ -73,11 +76,12 @@ class Scale(nn.Module):
         return self.weight * inputs
 
 worker = SimpleNamespace(
-    model=Scale(), make_model=Scale, device=torch.device("npy"), world_size=2, clock=Clock()
+    model=Scale(), make_model=Scale, device=torch.device("npy"), world_size=2, clock=Clock(),
+    parameters=[],
 )
 replicas = ThreadReplicas(worker)
-outputs = [model(full(n)) for n, model in enumerate(replicas.models, start=1)]
-loss = replicas.gather(outputs)
+outputs = [each.model(full(n)) for n, each in enumerate(replicas.replicas, start=1)]
+loss = replicas.gathered(outputs)
 (loss * loss).backward(Array(np.ones(4, np.float32)))
 print(worker.model.weight.grad.values.tolist(), flush=True)
 os._exit(0)  # torch's thread for a device in Python may abort the process at a usual exit
@@ -93,6 +97,51 @@ def test_the_backward_pass_of_replicas_that_share_a_gpu_ends():
     words = [sys.executable, "-c", DEVICE + STEP]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
     assert ended.stdout == "[30.0, 30.0]\n"  # the sum of 2 * 3 x^2 over x = 1 and 2
+
+
+def one_after_the_other(_, replicas, inputs, kwargs):
+    """Run the replicas as ``parallel_apply`` does on threads."""
+    assert len(replicas) == len(inputs) == len(kwargs)
+    return [each(*given) for each, given in zip(replicas, inputs, strict=True)]
+
+
+@pytest.mark.parametrize("step", [CLASSIFY, lambda model, batch: model(batch[0]).square().mean()])
+@pytest.mark.parametrize("num_samples", [1, 5, 6])
+def test_torchs_data_parallel_gets_slices_and_sums_gradients(monkeypatch, step, num_samples):
+    """Replaces only the functions of torch that need GPUs."""
+    module = importlib.import_module("torch.nn.parallel.data_parallel")
+    monkeypatch.setattr(module, "_get_available_device_type", lambda: "cuda")
+    monkeypatch.setattr(module, "_get_device_index", lambda device, _: device.index)
+    monkeypatch.setattr(module, "_check_balance", lambda _: None)
+    monkeypatch.setattr(nn.DataParallel, "replicate", lambda _, model, ids: [model for _ in ids])
+    monkeypatch.setattr(nn.DataParallel, "parallel_apply", one_after_the_other)
+    monkeypatch.setattr(data_parallel, "gather", lambda outputs, _: torch.cat(outputs))
+    monkeypatch.setattr(data_parallel, "moved", lambda tree, gpu: tree)
+    gpus = [torch.device("cuda", index) for index in range(3)]
+    monkeypatch.setattr(data_parallel, "_gpus", lambda *_: gpus)
+    model = nn.Linear(4, 2)
+    worker = Worker(
+        model=model,
+        make_model=lambda: nn.Linear(4, 2),
+        training_step=step,
+        make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+        device=torch.device("cpu"),
+        rank=0,
+        world_size=3,
+        local_world_size=3,
+        num_parts=1,
+        num_steps=1,
+        folder=Path(),
+        name="",
+    )
+    tree = torch.randn(num_samples, 4), torch.arange(num_samples) % 2
+    expected = torch.autograd.grad(step(model, tree), [*model.parameters()])
+    strategy = data_parallel.DataParallel()
+    strategy.setup(worker)
+    strategy.replicas.src_device_obj = torch.device("cpu")
+    strategy.step(Batch(tree=tree, num_samples=num_samples, num_global=num_samples))
+    for gradient, parameter in zip(expected, model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
 
 
 DRIVERS = {
