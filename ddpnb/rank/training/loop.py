@@ -302,22 +302,15 @@ class Stop:
         if step % self._every:
             return False
         self._shortest = min(self._shortest, time.monotonic() - self._begun_at)
-        must_stop = self._is_asked(step) and self._meets(step)
+        if not self._has_read:
+            if self._wanted():  # the value is the target, and the number of steps of the next raise
+                self._store.compare_set(self._key, "", f"{step + self._every} {self._every}")
+            self._has_read = self._store.check([self._key])
+            if self._has_read:
+                self._store.add(f"{self._key}-read", 1)
+        must_stop = self._has_read and self._meets(step)
         self._begun_at = time.monotonic()
         return must_stop
-
-    def _is_asked(self, step: int) -> bool:
-        """Return True if this rank or another rank has been asked to stop."""
-        if self._has_read:
-            return True
-        store = self._store
-        if self._wanted():  # the value is the target, and the number of steps of the next raise
-            store.compare_set(self._key, "", f"{step + self._every} {self._every}")
-        elif not store.check([self._key]):
-            return False
-        self._has_read = True
-        store.add(f"{self._key}-read", 1)
-        return True
 
     def _meets(self, step: int) -> bool:
         """Return True if all ranks wait before ``step``; False if the target is a later step."""
@@ -347,6 +340,6 @@ class Stop:
                 elif time.monotonic() - since > patience * pause:
                     changed = f"{step + num_more} {2 * num_more}"
                 else:
-                    time.sleep(pause / POLLS_PER_PAUSE)
+                    time.sleep(min(pause / POLLS_PER_PAUSE, PAUSE_SECONDS))
                     continue
             store.compare_set(key, value, changed)

@@ -82,30 +82,27 @@ class Simulation:
 
     # -- the store -------------------------------------------------------------------------
 
+    def _sent(self) -> dict[str, str]:
+        """Return the values when a request arrives."""
+        self.sleep(self.random.choice([1e-5, 1e-4, 1e-3]))
+        return self.values
+
     def check(self, keys: list[str]) -> bool:
-        return self._answered(lambda: all(key in self.values for key in keys))
+        return keys[0] in self._sent()
 
     def get(self, key: str) -> bytes:
-        return self._answered(lambda: self.values[key].encode())
+        return self._sent()[key].encode()
 
     def add(self, key: str, number: int) -> None:
-        def change() -> None:
-            self.values[key] = str(int(self.values.get(key, 0)) + number)
-
-        self._answered(change)
+        values = self._sent()
+        values[key] = str(int(values.get(key, 0)) + number)
+        self._sent()
 
     def compare_set(self, key: str, expected: str, new: str) -> None:
-        def change() -> None:
-            if self.values.get(key, "") == expected:
-                self.values[key] = new
-
-        self._answered(change)
-
-    def _answered(self, answer: Callable[[], Any]) -> Any:
-        self.sleep(self.random.choice([1e-5, 1e-4, 1e-3]))
-        result = answer()
-        self.sleep(self.random.choice([0, 1e-5, 1e-3]))
-        return result
+        values = self._sent()
+        if values.get(key, "") == expected:
+            values[key] = new
+        self._sent()
 
 
 def stopped(
