@@ -4,6 +4,7 @@ import importlib
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,15 @@ from torch import nn
 from torch.utils import backend_registration
 
 from ddpnb.cluster.placement import ClusterSpec, Host, place_ranks, torchrun_environment
+from ddpnb.protocol.errors import UserError
+from ddpnb.rank import variables
 from ddpnb.rank.group import gpu_software
 from ddpnb.rank.script import names, plain
 from ddpnb.rank.strategies import data_parallel
 from ddpnb.rank.tasks.base import CLASSIFY
 from ddpnb.rank.worker import Batch, Worker
 from tests.programs import printed
+from tests.rank.runs import spec_of
 
 DEVICE = '''
 import numpy as np, os, torch
@@ -220,3 +224,18 @@ def test_a_checkpoint_restores_the_random_numbers_of_the_gpus(monkeypatch, tmp_p
     finally:
         dist.destroy_process_group()
     assert drawn() == before
+
+
+def test_a_kept_model_is_a_copy_and_one_that_cannot_be_pickled_is_named():
+    model, spec = nn.Linear(300, 200), spec_of("ddp", comparison="kept")
+    weight = model.weight.detach().clone()
+    variables.keep_model(spec, model)
+    with torch.no_grad():
+        model.weight.zero_()
+    assert torch.equal(variables.trained_model("run-1").weight, weight)
+    model.lock = threading.Lock()
+    variables.keep_model(spec, model)
+    with pytest.raises(UserError, match=r"cannot be pickled \(TypeError: .*lock"):
+        variables.trained_model("run-1")
+    with pytest.raises(UserError, match="does not have this model"):
+        variables.trained_model("run-2")
