@@ -3,22 +3,20 @@
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.measure import Figure
 from benchmarks.rank_calls import rank_calls
 from ddpnb.protocol.messages import RankState, RunSpec
-from ddpnb.rank.servers.client import Client
-from ddpnb.rank.servers.memory import PackedTensors
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.asynchronous import ParameterStore
+from ddpnb.rank.strategies.async_ps import AsyncParameterServer
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import Supervised
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard, every_step
@@ -42,36 +40,32 @@ def exchange_ms(
     own.mkdir(exist_ok=True)
     worker = _ready_worker(state, own, num_floats, rounds)
     worker.local_world_size = 1 if way == "TCP" else 2
-
-    def make_store(copies: Sequence[PackedTensors]) -> ParameterStore:
-        return ParameterStore(copies, worker.make_optimizer)
-
     taken = []
-    with ExitStack() as opened:
-        client = Client(worker, 2, make_store, opened, timeout_seconds=60)
-        opened.callback(client.close)
-        client.begin()
-        gradients = [torch.ones_like(each) for each in worker.parameters]
+    with closing(AsyncParameterServer()) as strategy:
+        strategy.setup(worker)
         for _ in range(rounds if state.rank == 1 else 0):
             began = time.perf_counter()
-            client.step(0.5, gradients)
+            strategy.exchange(0.5, worker.ready)
             taken.append(1e3 * (time.perf_counter() - began))
-        client.finish()
+        strategy.finish()
     return taken
 
 
 class Ready(Worker):
     """A worker whose gradients are ready, so that it computes nothing."""
 
-    __slots__ = ()
+    ready: list[torch.Tensor]
 
-    def compute_gradients(self, *_: object, **__: object) -> Tensor:
-        return torch.zeros(())
+    def micro_batches(self, batch: Batch) -> Iterator[Batch]:
+        for parameter, gradient in zip(self.parameters, self.ready, strict=True):
+            parameter.grad = gradient
+        self.mean_loss = torch.zeros(())
+        return iter(())
 
 
 def _ready_worker(state: RankState, folder: Path, num_floats: int, num_steps: int) -> Ready:
     model = nn.Linear(num_floats, 1, bias=False)
-    return Ready(
+    worker = Ready(
         model=model,
         make_model=lambda: model,
         training_step=Supervised(nn.functional.mse_loss),
@@ -85,6 +79,8 @@ def _ready_worker(state: RankState, folder: Path, num_floats: int, num_steps: in
         folder=folder,
         name=f"bench-{next(_numbers)}",
     )
+    worker.ready = [torch.ones_like(each) for each in worker.parameters]
+    return worker
 
 
 def in_place_ms(state: RankState, folder: Path, num_floats: int, rounds: int) -> list[float]:
@@ -100,8 +96,6 @@ def in_place_ms(state: RankState, folder: Path, num_floats: int, rounds: int) ->
         shards = strategy.shards()
         if state.rank == 1:
             next(shards)
-            for parameter in worker.parameters:
-                parameter.grad = torch.ones_like(parameter)
             for _ in range(rounds):
                 began = time.perf_counter()
                 strategy.step(batch)

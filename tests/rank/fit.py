@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ddpnb.protocol.messages import Memory, RankState
 from ddpnb.rank.clock import MeasuredClock
-from ddpnb.rank.servers.memory import PackedTensors, pack
+from ddpnb.rank.servers.server import PackedTensors, pack
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.tasks.base import OptimizerFactory, Supervised, Task

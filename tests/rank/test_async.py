@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpnb.rank.cancellation import RankLostError
-from ddpnb.rank.servers.client import RunOverError
 from ddpnb.rank.strategies import make_strategy
+from ddpnb.rank.strategies.asynchronous import RunOverError
 from tests.rank.fit import Problem, by_hand, by_strategy, distance
 
 KINDS = [

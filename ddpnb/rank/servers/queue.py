@@ -9,61 +9,45 @@ If a worker dies or is silent for too long, its unfinished shards are lost, and 
 again. If a worker raises an error or rank 0 dies, the run ends for all workers.
 """
 
-import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from enum import IntEnum
-from typing import NamedTuple, final
+from typing import Literal, NamedTuple, final
+
+from torch import Tensor
 
 from ddpnb.rank.cancellation import RankLostError
 from ddpnb.rank.laboratory.order import SERVER_RANK, VirtualOrder
-from ddpnb.rank.servers.memory import Gradients
 
 NO_BOUND = -1
 NO_RANK = -1
-REQUEST, REPLY = struct.Struct("<qd"), struct.Struct("<qqqqqdqd")
-"""Binary formats of a request (kind and weight) and of a ``Reply`` (all fields)."""
 
+Gradients = Sequence[Tensor | None]
+"""List with the gradient of each parameter, or None for a parameter without a gradient."""
 
-class RequestKind(IntEnum):
-    """The kind of a worker's request."""
-
-    BEGIN = 1
-    """Get the first shards and parameters, after all workers have joined."""
-    STEP = 2
-    """Send a gradient or report an update. Get the next shard and parameters."""
-    DONE = 3
-    """Get the final parameters, after all workers have taken their last step."""
-    FAIL = 4
-    """Report that the worker has failed. The queue does not reply."""
+Request = Literal["begin", "step", "finish", "fail"]
+"""A worker's request: get the first shards and parameters after all workers have joined; report a
+step and get the next shard and parameters; get the final parameters after the last step of all
+workers; report that the worker has failed (without a reply)."""
 
 
 class Reply(NamedTuple):
     """The reply to a request, without the parameters."""
 
     staleness: int = 0
-    """Number of updates by other workers between this worker's last read and its update."""
+    """Number of updates by other workers between this worker's last pull and its update."""
     version: int = 0
-    """Number of the update that contains this worker's gradient, or of the update that it joins."""
-    first_shard: int = 0
-    num_shards: int = 0
-    stride: int = 1
-    """Difference between the numbers of successive shards. See ``shards``."""
+    """Number of the update that contains this worker's gradient, or of the first that it pulled."""
+    shards: tuple[int, ...] = ()
+    """Numbers of the shards that the worker gets with this reply."""
     waited_seconds: float = 0.0
     """Number of seconds that the worker waited for other workers."""
     lost_rank: int = NO_RANK
     """Number of the lost rank that ended the run (no parameters follow). Otherwise ``NO_RANK``."""
     now: float = 0.0
     """Virtual time at which an emulated worker receives the reply."""
-
-    @property
-    def shards(self) -> range:
-        """Numbers of the shards that the worker gets with this reply."""
-        end = self.first_shard + self.num_shards * self.stride
-        return range(self.first_shard, end, self.stride)
 
 
 class UpdateCounter:
@@ -75,19 +59,19 @@ class UpdateCounter:
     def __init__(self) -> None:
         self.version = 0
         """Number of updates so far."""
-        self._version_read: dict[int, int] = {}
+        self._pulled: dict[int, int] = {}
 
-    def read(self, rank: int) -> None:
-        """Store the version that a worker reads now. A subclass also copies the parameters."""
-        self._version_read[rank] = self.version
+    def pull(self, rank: int) -> None:
+        """Note that a worker gets the current parameters. A subclass also copies them."""
+        self._pulled[rank] = self.version
 
-    def write(self, rank: int, gradients: Gradients, weight: float) -> int:
-        """Count an update. Return how many other updates occurred since the worker's last read."""
-        staleness = self.version - self._version_read[rank]
+    def push(self, rank: int, gradients: Gradients, weight: float) -> int:
+        """Count an update. Return how many other updates occurred since the worker's last pull."""
+        staleness = self.version - self._pulled[rank]
         self.version += 1
         return staleness
 
-    def apply(self) -> None:
+    def update(self) -> None:
         """Make one update with the gradients that arrived since the last update, if any arrived."""
 
 
@@ -139,7 +123,7 @@ class WorkQueue:
         self.lost_shards: list[int] = []
         """Numbers of the shards that were not finished, because their workers were lost."""
         self.num_shards_done = 0
-        """Number of shards that were finished when rank 0's worker last read the parameters."""
+        """Number of shards that were finished when rank 0's worker last pulled the parameters."""
         self._num_trained = 0
         """Number of shards that workers have trained on."""
         num_first, every = self.num_workers * (1 + self.num_prefetched), range(self.num_shards)
@@ -155,7 +139,7 @@ class WorkQueue:
     def handle(
         self,
         rank: int,
-        kind: RequestKind,
+        request: Request,
         weight: float = 0.0,
         gradients: Gradients = (),
         incarnation: object = None,
@@ -170,19 +154,19 @@ class WorkQueue:
         asked_at = self._time()
         try:
             with self._changed:
-                if kind is RequestKind.BEGIN:
+                if request == "begin":
                     return self._begin(rank, incarnation)
                 worker = self._living(rank, incarnation)
-                if kind is RequestKind.DONE:
+                if request == "finish":
                     return self._finish(rank, worker)
                 waited_seconds = 0.0 if self.order else self._time() - asked_at
                 self._take_turn(rank, worker)
                 version = self.updates.version + 1
-                staleness = self.updates.write(rank, gradients, weight)
+                staleness = self.updates.push(rank, gradients, weight)
                 waited_seconds += self._step(rank, worker)
                 shards = self._take(1)
                 worker.shards.extend(shards)
-                return self._reply(rank, shards, staleness, version, waited_seconds)
+                return self._reply(rank, Reply(staleness, version, shards, waited_seconds))
         except RankLostError as lost:  # the run is over, or continues without this worker
             return Reply(lost_rank=lost.rank)
         except Exception as error:  # noqa: BLE001  # the thread's edge
@@ -213,18 +197,17 @@ class WorkQueue:
         self._check()
         if rank in self._workers:  # the queue has not noticed its death yet
             self._lose(rank)
-        joins = self._has_begun
+        joins, shards = self._has_begun, tuple(self._first[rank :: self.num_workers])
         if joins:
             self._take_turn(rank, None)
             shards = self._take(1 + self.num_prefetched)
-        else:
-            shards = self._first[rank :: self.num_workers]
-        self._workers[rank] = _Worker(incarnation, self._slowest_clock(), deque(shards))
+        self._workers[rank] = _Worker(incarnation, min(self._clocks(), default=0), deque(shards))
         self._has_begun = self._has_begun or len(self._workers) == self.num_workers
         self._note_progress()
         self._wait(lambda: self._has_begun)
         self._living(rank, incarnation)
-        return self._reply(rank, shards, version=self.updates.version, is_first=not joins)
+        reply = Reply(version=self.updates.version, shards=shards)
+        return self._reply(rank, reply, is_first=not joins)
 
     def _take_turn(self, rank: int, worker: _Worker | None) -> None:
         """Wait until this worker's request is the next request in virtual time."""
@@ -255,7 +238,7 @@ class WorkQueue:
         return self._time() - began
 
     def _is_ahead(self, worker: _Worker) -> bool:
-        return worker.clock - self._slowest_clock() > self.bound
+        return worker.clock - min(self._clocks(), default=0) > self.bound
 
     def _finish(self, rank: int, worker: _Worker) -> Reply:
         """Wait for all workers. Unfinished shards of a stopped worker do not count as lost."""
@@ -263,9 +246,10 @@ class WorkQueue:
         worker.shards.clear()
         self._note_done(rank, worker)
         self._wait(lambda: all(each.is_leaving for each in self._workers.values()))
-        self.updates.apply()
-        self.updates.read(rank)
-        return Reply(now=self.order.now if self.order else 0.0)
+        self.updates.update()
+        self.updates.pull(rank)
+        now = self.order.now if self.order else 0.0
+        return Reply(version=self.updates.version, now=now)
 
     def _note_done(self, rank: int, worker: _Worker) -> None:
         worker.is_done = True
@@ -284,45 +268,33 @@ class WorkQueue:
             raise RankLostError(rank)  # declared lost although alive, or replaced
         return worker
 
-    def _take(self, most: int) -> range:
+    def _take(self, most: int) -> tuple[int, ...]:
         shards, self._shards = self._shards[:most], self._shards[most:]
-        return shards
+        return tuple(shards)
 
-    def _reply(
-        self,
-        rank: int,
-        shards: range,
-        staleness: int = 0,
-        version: int = 0,
-        waited_seconds: float = 0.0,
-        *,
-        is_first: bool = False,
-    ) -> Reply:
-        self.updates.read(rank)
-        now, worker = 0.0, self._workers[rank]
+    def _reply(self, rank: int, reply: Reply, *, is_first: bool = False) -> Reply:
+        self.updates.pull(rank)
+        worker = self._workers[rank]
         if rank == SERVER_RANK:
             self.num_shards_done = self._num_trained
-        if self.order is not None:
-            num = worker.shards[0] if worker.shards else None
-            now = self.order.reply(rank, num, is_first=is_first)
-            self._changed.notify_all()
-            if num is None:  # note it now, because the DONE request may arrive at any time
-                self._note_done(rank, worker)
-        parts = shards.start, len(shards), shards.step
-        return Reply(staleness, version, *parts, waited_seconds, now=now)
+        if self.order is None:
+            return reply
+        num = worker.shards[0] if worker.shards else None
+        now = self.order.reply(rank, num, is_first=is_first)
+        self._changed.notify_all()
+        if num is None:  # note it now, because the last request may arrive at any time
+            self._note_done(rank, worker)
+        return reply._replace(now=now)
 
-    def _slowest_clock(self) -> int:
-        """Return how many steps the slowest worker has taken, ignoring workers that are done."""
-        return min(self._training_clocks(), default=0)
-
-    def _training_clocks(self) -> list[int]:
+    def _clocks(self) -> list[int]:
+        """Return how many steps each worker has taken, except workers that are done."""
         return [worker.clock for worker in self._workers.values() if not worker.is_done]
 
     def _note_progress(self) -> None:
         """Wake the workers that may continue. If the bound is 0, make one update per full round."""
         self._progress_at = time.monotonic()
-        if self.bound == 0 and len(set(self._training_clocks())) < 2:
-            self.updates.apply()
+        if self.bound == 0 and len(set(self._clocks())) < 2:
+            self.updates.update()
         for rank, worker in self._workers.items():
             if worker.is_held and not self._is_ahead(worker):
                 worker.is_held = False
@@ -342,13 +314,11 @@ class WorkQueue:
 
     def _give_up(self) -> None:
         """Remove the training worker that has been silent for the longest time."""
-        if not self._has_begun:
-            self._fail(min(set(range(self.num_workers)) - self._workers.keys()))
-            return
         absent = set(range(self.num_workers)) - self._workers.keys()
+        if not self._has_begun:
+            return self._fail(min(absent))
         if self.order is not None and self.order.abandon(absent):
-            self._note_progress()
-            return
+            return self._note_progress()
         training = [rank for rank, worker in self._workers.items() if not worker.is_done]
         self._lose(min(training, key=lambda rank: self._workers[rank].heard_at))
 

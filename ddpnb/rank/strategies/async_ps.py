@@ -41,7 +41,8 @@ from torch import Tensor
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.servers.queue import NO_BOUND
-from ddpnb.rank.strategies.asynchronous import AsynchronousStrategy, ParameterStore
+from ddpnb.rank.servers.server import ParameterStore
+from ddpnb.rank.strategies.asynchronous import AsynchronousStrategy
 from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.worker import Batch, Worker
 
@@ -85,8 +86,8 @@ class AsyncParameterServer(AsynchronousStrategy):
             loss = worker.loss(micro_batch)  # forward
             (micro_batch.share * loss).backward()
         # communicate: only with the server. If there is a bound, also wait for slower workers
-        # update: the server updates the parameters (``ParameterStore.write``) and returns them.
+        # update: the server updates the parameters (``ParameterStore.push``) and returns them.
         # They also contain the updates by other workers
-        gradients = [parameter.grad for parameter in self.client.trained]
-        worker.staleness = self.client.step(batch.weight, gradients)
+        gradients = [parameter.grad for parameter in self.trained]
+        self.exchange(batch.weight, gradients)
         return worker.mean_loss

@@ -1,20 +1,55 @@
-"""The base class of asynchronous strategies, and the parameter store.  Runs on the ranks."""
+"""The base class of asynchronous strategies: a worker's end of the server.  Runs on the ranks."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any, final
+import os
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, answer_challenge, deliver_challenge
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
 
+from ddpnb.compat import torch_internals
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.servers.client import Client, MakeUpdates
-from ddpnb.rank.servers.memory import Gradients, PackedTensors, pack
-from ddpnb.rank.servers.queue import NO_BOUND, UpdateCounter
+from ddpnb.protocol.processes import limit_waits
+from ddpnb.rank.cancellation import RankLostError
+from ddpnb.rank.collectives.flat import num_bytes
+from ddpnb.rank.connections import shut_down
+from ddpnb.rank.laboratory.order import SERVER_RANK, VirtualOrder
+from ddpnb.rank.servers.queue import (
+    NO_BOUND,
+    NO_RANK,
+    Gradients,
+    Reply,
+    Request,
+    UpdateCounter,
+    WorkQueue,
+)
+from ddpnb.rank.servers.server import (
+    STALLED_SECONDS,
+    PackedTensors,
+    Server,
+    limit,
+    mapped,
+    pack,
+    received,
+)
 from ddpnb.rank.strategies.base import Plan, Strategy
-from ddpnb.rank.tasks.base import OptimizerFactory
 from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.worker import Worker
+
+MakeUpdates = Callable[[Sequence[PackedTensors]], UpdateCounter]
+"""Function that creates the ``UpdateCounter`` on rank 0.
+
+The argument is a list of copies of the parameters. The first copy has rank 0's parameters.
+"""
+
+
+class RunOverError(Exception):
+    """Raised if a worker cannot join, because the run has ended."""
 
 
 class AsynchronousStrategy(Strategy):
@@ -22,15 +57,12 @@ class AsynchronousStrategy(Strategy):
 
     The queue gives the next shard to the first worker that asks. If a worker dies, its unfinished
     shards are lost, and the restarted worker may join again. A subclass calls ``begin`` in its
-    ``setup``, and ``client.step`` in each step.
+    ``setup``, and ``exchange`` in each step. If the run is over, a call raises ``RankLostError``.
 
     Args:
         momentum: Momentum of the default optimizer, read through ``RunSpec.used_momentum``.
         timeout: Maximum number of seconds during which no worker makes progress.
     """
-
-    client: Client
-    """This worker's access to the queue. ``begin`` creates it."""
 
     def __init__(self, *, momentum: float | None = None, timeout: float = 60.0) -> None:
         self.timeout = timeout
@@ -43,150 +75,184 @@ class AsynchronousStrategy(Strategy):
     def begin(
         self, worker: Worker, num_copies: int, make_updates: MakeUpdates, bound: int = NO_BOUND
     ) -> None:
-        """Connect to the queue and wait for all workers. Every rank takes part.
+        """Connect to the server, wait for all workers, and get parameters and the first shards.
 
-        A restarted worker joins without the other ranks. See ``Client`` for the arguments.
+        Every rank takes part, but a restarted worker on rank 0's host joins without the others. CPU
+        parameters are moved to memory that the server writes. Other parameters stay on their
+        device, and ddpnb copies new values to the device.
+
+        Args:
+            worker: This rank's worker.
+            num_copies: Number of copies of the parameters: one for each worker, or one for all.
+            make_updates: Function that creates the ``UpdateCounter``. Only rank 0 calls it.
+            bound: Maximum number of steps that a worker may be ahead of the slowest worker.
+
+        Raises:
+            RunOverError: The worker cannot join, because the run has ended.
+            RankLostError: Rank 0 cannot be reached.
         """
-        self.client = Client(
-            worker,
-            num_copies,
-            make_updates,
-            self.opened,
-            timeout_seconds=self.timeout,
-            bound=bound,
-        )
-        self.opened.callback(self.client.close)
-        self.worker, self.queue = worker, self.client.queue
-        self.client.begin()
+        self.worker, self.trained = worker, worker.parameters
+        self._num_bytes = num_bytes(self.trained)
+        self._next_shards: deque[int] = deque()
+        self._is_over = False
+        path = str(worker.folder / f"{worker.name}.s")
+        if worker.joins:
+            try:
+                self._connect(path, num_copies)
+            except OSError as error:
+                raise RunOverError from error
+        elif worker.rank == SERVER_RANK:
+            self._serve(path, num_copies, make_updates, bound)
+        else:
+            address, key, num_local = _told(None)
+            is_local = worker.rank < num_local  # rank 0's host has the first ranks
+            try:
+                self._connect(path if is_local else address, num_copies, key)
+            except (OSError, AuthenticationError) as error:
+                raise RankLostError(SERVER_RANK) from error
+        self.opened.callback(self._leave)
+        for parameter, tensor in zip(self.trained, self._copy.tensors, strict=True):
+            if parameter.device.type == "cpu":
+                parameter.data = tensor
+        reply = self._ask("begin")
+        worker.clock.wait_until(reply.now)
 
     def shards(self) -> Iterator[Shard]:
-        """Return the shards that this worker gets from the queue, until no shard is left."""
-        return map(self.worker.shard, self.client.shards())
+        """Yield the shards that this worker gets from the queue, until no shard is left."""
+        while self._next_shards:
+            yield self.worker.shard(self._next_shards.popleft())
+
+    def exchange(self, weight: float, gradients: Gradients = ()) -> None:
+        """Report a step, and get parameters and the next shard.
+
+        If the worker has already updated the shared parameters, ``gradients`` is empty.
+        """
+        clock = self.worker.clock
+        with clock.communicating():
+            asked_at = clock.moment()
+            reply = self._ask("step", weight, gradients)
+            clock.wait_until(reply.now)
+            if isinstance(asked_at, float) and reply.waited_seconds > 0:  # not virtual time
+                clock.enter("waiting", at=asked_at)
+                clock.enter("communication", at=asked_at + reply.waited_seconds)
+        size = clock.scale * self._num_bytes
+        clock.count(sent=size, received=size)
+        self.worker.staleness = reply.staleness
 
     def finish(self) -> nn.Module:
         """Wait for all workers, and return the final model. Every rank takes part."""
-        self.client.finish()
+        self.worker.clock.wait_until(self._ask("finish").now)
+        self._is_over = True
+        for parameter in self.trained:
+            if parameter.device.type == "cpu":
+                parameter.data = parameter.data.clone()  # in private memory
         return self.worker.model
 
-
-@contextlib.contextmanager
-def scaled_rate(optimizer: torch.optim.Optimizer, fraction: float) -> Iterator[None]:
-    """Multiply the learning rate by a fraction, for one optimizer step in this context.
-
-    Scaling the learning rate scales the whole update. Scaling the gradient would scale neither
-    weight decay nor Adam's updates, because Adam divides by the gradient's size. Other hooks may
-    set the learning rate during the step, so the hook that scales the rate runs last.
-    """
-    rates: list[Any] = []
-
-    def scale(*_: object) -> None:
-        for group in [] if rates else optimizer.param_groups:  # super().step() calls the hook again
-            rates.append(group["lr"])
-            group["lr"] = group["lr"] * fraction
-
-    hook = optimizer.register_step_pre_hook(scale)
-    try:
-        yield
-    finally:
-        hook.remove()
-        for group, rate in zip(optimizer.param_groups, rates, strict=False):
-            group["lr"] = rate
-
-
-@final
-class ParameterStore(UpdateCounter):
-    """The server's parameters and their optimizer, on rank 0.
-
-    Each worker trains on a copy of the parameters. Only ``read`` changes a worker's copy.
-
-    Args:
-        copies: One copy of the parameters for each rank, on the CPU. The first copy has the initial
-            parameters.
-        optimizer: Function that creates the optimizer.
-        in_rounds: If True, ``write`` only collects gradients, and ``apply`` makes the update.
-        compensation: The factor lambda in ``compensated``. If 0, gradients are not compensated.
-    """
-
-    def __init__(
-        self,
-        copies: Sequence[PackedTensors],
-        optimizer: OptimizerFactory,
-        *,
-        in_rounds: bool = False,
-        compensation: float = 0.0,
-    ) -> None:
-        super().__init__()
-        self.copies = copies
-        self._now = pack(copies[0].tensors)
-        self._now.raw.copy_(copies[0].raw)
-        self._parameters = [nn.Parameter(tensor) for tensor in self.tensors]
-        self._optimizer = optimizer(self._parameters)
-        self._in_rounds = in_rounds
-        self._compensation = compensation
-        self._weight = 0.0
-        """Sum of the weights of the gradients that arrived since the last update."""
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The current parameters."""
-        return self._now.tensors
-
-    def read(self, rank: int) -> None:
-        """Copy the current parameters to a worker's copy."""
-        super().read(rank)
-        self.copies[rank].raw.copy_(self._now.raw)
-
-    def write(self, rank: int, gradients: Gradients, weight: float = 1.0) -> int:
-        """Apply a worker's gradients, or collect them until ``apply``. Return the staleness."""
-        staleness = self.version - self._version_read[rank]
-        if self._compensation and staleness > 0:
-            old = self.copies[rank].tensors
-            gradients = compensated(gradients, old, self.tensors, self._compensation)
-        self._weight += weight
-        if self._in_rounds:
-            self._gather(gradients, weight)
-        else:
-            for parameter, gradient in zip(self._parameters, gradients, strict=True):
-                parameter.grad = gradient
-            self.apply()
-        return staleness
-
-    def apply(self) -> None:
-        """Make one update with the gradients that arrived since the last update, if any arrived."""
-        if not self._weight:
+    def _leave(self) -> None:
+        """Report that this worker has failed, unless it has finished. This ends the run for all."""
+        if self._is_over:
             return
-        if self._in_rounds:  # turn the weighted sum of the gradients into their mean
-            for gradient in (p.grad for p in self._parameters if p.grad is not None):
-                gradient.div_(self._weight)
-        with scaled_rate(self._optimizer, self._weight):
-            self._optimizer.step()
-        self.version += 1
-        self._weight = 0.0
-        for parameter in self._parameters:
-            parameter.grad = None
+        self._is_over = True
+        if self.queue is not None:
+            self.queue.fail(SERVER_RANK)
+            return
+        with contextlib.suppress(OSError):  # rank 0 may no longer read
+            limit_waits(self._connection, write_seconds=STALLED_SECONDS).close()
+            self._connection.send(("fail", 0.0))
 
-    @torch.no_grad()
-    def _gather(self, gradients: Gradients, weight: float) -> None:
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            if gradient is None:
-                continue
-            if parameter.grad is None:
-                parameter.grad = gradient * weight
-            else:
-                parameter.grad.add_(gradient, alpha=weight)
+    def _serve(self, path: str, num_copies: int, make_updates: MakeUpdates, bound: int) -> None:
+        """Start the server on rank 0, and tell the other ranks its address."""
+        worker, num = self.worker, self.worker.world_size
+        assert worker.local_world_size == num or num_copies > 1, "other hosts cannot share memory"
+        server = Server(self.trained, num_copies, self.timeout)
+        self.opened.callback(server.close)
+        self._copy = server.copies[SERVER_RANK]
+        self._copy.fill([parameter.detach() for parameter in self.trained])
+        emulated = worker.laboratory
+        order = emulated and VirtualOrder(emulated, num_workers=num, shard=worker.shard)
+        self.queue = queue = WorkQueue(
+            make_updates(server.copies),
+            num_workers=num,
+            num_shards=worker.num_steps * num,
+            timeout_seconds=self.timeout,
+            num_prefetched=worker.num_prefetched,
+            order=order,
+            bound=bound,
+        )
+        address = server.serve(queue, path)
+        if worker.local_world_size < num:
+            address = server.serve(queue, (server_host(), 0))
+        self.opened.enter_context(worker.cancellation.held(lambda: queue.fail(SERVER_RANK)))
+        _told((address, server.key, worker.local_world_size))
+
+    def _connect(self, address: Any, num_copies: int, key: bytes = b"") -> None:
+        """Connect to rank 0, by TCP if it is on another host. Raises ``OSError``."""
+        worker = self.worker
+        self._connection = connection = self.opened.enter_context(Client(address))
+        # Rank 0's queue should report a timeout first.
+        is_local = limit(connection, 1.5 * self.timeout)
+        end = worker.cancellation.held(lambda: shut_down(connection.fileno()))
+        self.opened.enter_context(end)
+        if not is_local:
+            answer_challenge(connection, key)
+            deliver_challenge(connection, key)
+        connection.send(worker.rank)
+        if is_local:
+            descriptor = received(connection)
+            copies, gradients = mapped(descriptor, self.trained, num_copies)
+            os.close(descriptor)
+            self._copy = copies[worker.rank % num_copies]
+            self._gradients = gradients[worker.rank % num_copies]
+        else:
+            self._copy, self._gradients = pack(self.trained), pack(self.trained)
+
+    def _ask(self, request: Request, weight: float = 0.0, gradients: Gradients = ()) -> Reply:
+        """Send a request to the queue. On rank 0, raise the queue's error if there is one."""
+        if self.queue is None:
+            reply = self._sent(request, weight, gradients)
+        else:
+            on_cpu = [None if gradient is None else gradient.cpu() for gradient in gradients]
+            reply = self.queue.handle(SERVER_RANK, request, weight, on_cpu)
+            if reply.lost_rank != NO_RANK and self.queue.error is not None:
+                raise self.queue.error
+        if reply.lost_rank != NO_RANK:
+            self._is_over = True
+            raise RankLostError(reply.lost_rank)
+        for parameter, tensor in zip(self.trained, self._copy.tensors, strict=True):
+            if parameter.device.type != "cpu":
+                parameter.data.copy_(tensor)
+        self._next_shards.extend(reply.shards)
+        self.worker.version = reply.version
+        return reply
+
+    def _sent(self, request: Request, weight: float, gradients: Gradients) -> Reply:
+        """Send a request to rank 0, and return the reply."""
+        try:
+            # If rank 0 has disconnected, read its last reply, which contains the reason.
+            with contextlib.suppress(OSError):
+                if gradients:
+                    self._gradients.fill(gradients)
+                self._connection.send_bytes(pickle.dumps((request, weight)))
+                if gradients:
+                    self._gradients.send(self._connection, lambda: False)
+            reply = Reply(*self._connection.recv())
+            if reply.lost_rank == NO_RANK:
+                self._copy.receive(self._connection)
+        except (EOFError, OSError):
+            return Reply(lost_rank=SERVER_RANK)
+        return reply
 
 
-def compensated(
-    gradients: Gradients, old: Sequence[Tensor], now: Sequence[Tensor], strength: float
-) -> list[Tensor | None]:
-    """Return stale gradients, corrected for the change of the parameters from ``old`` to ``now``.
+def _told(value: Any) -> Any:
+    """Return rank 0's value on every rank. Every rank takes part."""
+    values = [value]
+    dist.broadcast_object_list(values, src=SERVER_RANK)
+    return values[0]
 
-        g  +  lambda * g * g * (w_now - w_old)
 
-    The formula is a Taylor expansion, with the diagonal of g g^T instead of the Hessian. See Zheng
-    et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", 2017 (DC-ASGD-c).
-    """
-    return [
-        None if g is None else torch.addcmul(g, g * g, mine - theirs, value=strength)
-        for g, mine, theirs in zip(gradients, now, old, strict=True)
-    ]
+def server_host() -> str:
+    """Return rank 0's address for other hosts. The address is taken from the group's store."""
+    store = torch_internals.group_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, dist.TCPStore) else "127.0.0.1"

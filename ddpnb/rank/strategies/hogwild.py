@@ -28,7 +28,8 @@ from typing import final
 from torch import Tensor
 
 from ddpnb.rank.servers.queue import UpdateCounter
-from ddpnb.rank.strategies.asynchronous import AsynchronousStrategy, scaled_rate
+from ddpnb.rank.servers.server import scaled_rate
+from ddpnb.rank.strategies.asynchronous import AsynchronousStrategy
 from ddpnb.rank.worker import Batch, Worker
 
 
@@ -53,5 +54,5 @@ class Hogwild(AsynchronousStrategy):
         worker.schedule_step = worker.version // worker.world_size
         with scaled_rate(self.optimizer, batch.weight):
             worker.update(self.optimizer)
-        worker.staleness = self.client.step(batch.weight)
+        self.exchange(batch.weight)
         return worker.mean_loss

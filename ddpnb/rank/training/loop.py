@@ -30,7 +30,7 @@ from ddpnb.compat.torch_internals import group_store
 from ddpnb.protocol.messages import RunReport, RunSpec, StepEvent
 from ddpnb.rank.cancellation import RunCancelledError
 from ddpnb.rank.random_state import preserve_globals
-from ddpnb.rank.servers.client import RunOverError
+from ddpnb.rank.strategies.asynchronous import RunOverError
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.tasks.batches import Shard, Tree, every_step
 from ddpnb.rank.training.agreement import disagreement

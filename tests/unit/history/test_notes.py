@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ddpnb.history.notes import notes_of, stable_rate
-from ddpnb.rank.strategies.asynchronous import ParameterStore
+from ddpnb.rank.servers.server import ParameterStore
 from tests.rank.fit import packed
 from tests.unit.history.fake_runs import fake_run
 
@@ -28,12 +28,12 @@ def test_beyond_the_limit_the_server_leaves_the_minimum(momentum: float, num_wor
             lambda parameters: torch.optim.SGD(parameters, lr=part * limit, momentum=momentum),
         )
         for rank in range(num_workers):
-            store.read(rank)
+            store.pull(rank)
         reached = []
         for step in range(2000):
             rank = step % num_workers
-            store.write(rank, [store.copies[rank].tensors[0]], 1 / num_workers)
-            store.read(rank)
+            store.push(rank, [store.copies[rank].tensors[0]], 1 / num_workers)
+            store.pull(rank)
             reached.append(abs(store.tensors[0].item()))
         return max(reached[1500:])
 

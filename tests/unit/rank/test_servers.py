@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpnb.rank.servers.queue import RequestKind, UpdateCounter, WorkQueue
-from ddpnb.rank.strategies.asynchronous import ParameterStore, scaled_rate
+from ddpnb.rank.servers.queue import UpdateCounter, WorkQueue
+from ddpnb.rank.servers.server import ParameterStore, scaled_rate
 from tests.rank.fit import packed
 
 
@@ -29,10 +29,10 @@ def test_a_compensated_gradient_is_that_of_its_paper(parameters):
     g = torch.tensor([1.0, 2.0, -3.0])
     for strength in (0.0, 2.0):
         store = make_store(parameters, 2, compensation=strength)
-        store.read(0), store.read(1)
-        store.write(0, [g, None])  # not stale
+        store.pull(0), store.pull(1)
+        store.push(0, [g, None])  # not stale
         fresh = store.tensors[0].clone()
-        store.write(1, [g, None])  # stale: computed when all parameters were 1
+        store.push(1, [g, None])  # stale: computed when all parameters were 1
         ends[strength] = fresh, store.tensors[0].clone()
         assert store.tensors[1].unique().tolist() == [1], "parameters without a gradient must stay"
     assert torch.equal(ends[0.0][0], ends[2.0][0])
@@ -60,15 +60,12 @@ def test_parameters_stay_while_a_worker_trains_on_them_and_staleness_is_counted(
     for _ in range(500):
         rank = chance.randrange(num_workers)
         if rank in held:
-            assert store.write(rank, ones) == num_updates - held[rank][1]
+            assert store.push(rank, ones) == num_updates - held[rank][1]
             num_updates += 1
-        store.read(rank)
+        store.pull(rank)
         held[rank] = [each.clone() for each in store.tensors], num_updates
         for reader, (expected, _) in held.items():
             assert all(map(torch.equal, store.copies[reader].tensors, expected))
-
-
-BEGIN, STEP, DONE = RequestKind.BEGIN, RequestKind.STEP, RequestKind.DONE
 
 
 def make_queue(num_workers: int = 2, updates: UpdateCounter | None = None, **options) -> WorkQueue:
@@ -79,19 +76,19 @@ def make_queue(num_workers: int = 2, updates: UpdateCounter | None = None, **opt
 def begun(queue: WorkQueue, *ranks: int) -> list[list[int]]:
     """Let workers begin together, and return each worker's first shards."""
     with ThreadPoolExecutor(len(ranks)) as pool:
-        replies = list(pool.map(lambda rank: queue.handle(rank, BEGIN), ranks))
+        replies = list(pool.map(lambda rank: queue.handle(rank, "begin"), ranks))
     return [list(reply.shards) for reply in replies]
 
 
 def test_what_a_lost_worker_held_is_lost_once_and_a_stopped_ones_is_not():
     queue = make_queue()
     begun(queue, 0, 1)
-    queue.handle(1, STEP)
+    queue.handle(1, "step")
     for _ in range(2):
         queue.lose(1)
     assert queue.lost_shards == [2]
-    assert queue.handle(1, STEP).lost_rank == 1  # rank 1 is alive after all
-    assert queue.handle(0, DONE).lost_rank == -1
+    assert queue.handle(1, "step").lost_rank == 1  # rank 1 is alive after all
+    assert queue.handle(0, "finish").lost_rank == -1
     assert queue.lost_shards == [2]
 
 
@@ -99,9 +96,9 @@ def test_no_worker_gets_further_ahead_than_the_bound():
     queue = make_queue(bound=1)
     begun(queue, 0, 1)
     with ThreadPoolExecutor(1) as pool:
-        assert queue.handle(0, STEP).waited_seconds < 1
-        waits = pool.submit(queue.handle, 0, STEP)
+        assert queue.handle(0, "step").waited_seconds < 1
+        waits = pool.submit(queue.handle, 0, "step")
         with pytest.raises(TimeoutError):
             waits.result(0.3)
-        queue.handle(1, STEP)
+        queue.handle(1, "step")
         assert waits.result(10).waited_seconds > 0.2
