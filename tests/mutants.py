@@ -35,13 +35,13 @@ rank/strategies/diloco.py
 tests/rank/test_periodic.py -k nesterov
 
 gradients of shards of unequal size have the same weight
-rank/servers/server.py
+rank/strategies/async_ps.py
 - add_(gradient, alpha=weight)
 + add_(gradient)
 tests/rank/test_conformance.py -k async
 
 the correction of a stale gradient has the wrong sign
-rank/servers/server.py
+rank/strategies/async_ps.py
 - mine - theirs, value=strength
 + theirs - mine, value=strength
 tests/unit/rank/test_servers.py

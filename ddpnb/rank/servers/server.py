@@ -1,4 +1,4 @@
-"""The parameter server: its parameters, its optimizer and its connections.  Runs on rank 0.
+"""The connections and the memory of an asynchronous run's server.  Runs on the ranks.
 
 Each other worker sends requests through a connection to a thread of rank 0, and this thread calls
 the work queue. If a process dies, its connection closes at once.
@@ -18,7 +18,7 @@ import secrets
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import (
     Client,
@@ -30,12 +30,11 @@ from multiprocessing.connection import (
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddpnb.protocol.processes import as_socket, limit_waits, portable
 from ddpnb.rank.connections import shut_down
-from ddpnb.rank.servers.queue import NO_RANK, Gradients, Reply, UpdateCounter, WorkQueue
-from ddpnb.rank.tasks.base import OptimizerFactory
+from ddpnb.rank.servers.queue import NO_RANK, Gradients, Reply, WorkQueue
 
 STALLED_SECONDS = 0.5
 """Seconds without progress after which a run that ends stops sending to another process."""
@@ -88,16 +87,22 @@ class PackedTensors(NamedTuple):
             data = data[num:]
 
 
-def pack(
-    like: Sequence[Tensor], raw: Tensor | None = None, *, is_shared: bool = False
-) -> PackedTensors:
-    """Return tensors with these shapes and types, in given memory or in new private memory."""
-    sizes = _padded_sizes(like)
-    raw = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu") if raw is None else raw
-    *pieces, flags = raw.split(sizes)
+Slot = tuple[PackedTensors, PackedTensors]
+"""A worker's copy of the parameters, and its gradients. Unused gradients take up no memory.
+
+No locks are needed, because a worker that writes gradients waits for the reply. The worker's copy
+of the parameters changes only while the worker waits.
+"""
+
+
+def pack(like: Sequence[Tensor], raw: Tensor | None = None) -> PackedTensors:
+    """Return tensors with these shapes and types, in shared memory or in new private memory."""
+    sizes, is_shared = _padded_sizes(like), raw is not None
+    memory = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu") if raw is None else raw
+    *pieces, flags = memory.split(sizes)
     pairs = zip(pieces, like, strict=True)
-    tensors = [raw[: each.nbytes].view(each.dtype).view(each.shape) for raw, each in pairs]
-    return PackedTensors(raw, tensors, flags.numpy().data[: len(like)], is_shared)
+    tensors = [piece[: each.nbytes].view(each.dtype).view(each.shape) for piece, each in pairs]
+    return PackedTensors(memory, tensors, flags.numpy().data[: len(like)], is_shared)
 
 
 def _padded_sizes(like: Sequence[Tensor]) -> list[int]:
@@ -114,21 +119,13 @@ def new_memory() -> int:
         return os.dup(file.fileno())
 
 
-def mapped(
-    descriptor: int, like: Sequence[Tensor], num_copies: int
-) -> tuple[list[PackedTensors], list[PackedTensors]]:
-    """Map shared memory. Return copies of the parameters, and memory for each rank's gradients.
-
-    If all workers share one copy, they need no memory for gradients. Otherwise each worker has a
-    copy, and all workers except rank 0 have memory for gradients. No locks are needed, because a
-    worker that writes gradients waits for the reply. The worker's copy of the parameters changes
-    only while the worker waits.
-    """
+def mapped(descriptor: int, like: Sequence[Tensor], num_slots: int) -> list[Slot]:
+    """Map shared memory with one slot for each worker, or with one slot for all workers."""
     size = sum(_padded_sizes(like))
-    os.truncate(descriptor, (2 * num_copies - 1) * size)  # no effect at this size
+    os.truncate(descriptor, 2 * num_slots * size)  # no effect at this size
     whole = torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
-    pieces = [pack(like, raw, is_shared=True) for raw in whole.split(size)]
-    return pieces[:num_copies], [pack([], is_shared=True), *pieces[num_copies:]]
+    pieces = [pack(like, raw) for raw in whole.split(size)]
+    return list(zip(pieces[::2], pieces[1::2], strict=True))
 
 
 def limit(connection: Connection, timeout_seconds: float) -> bool:
@@ -155,17 +152,18 @@ class Server:
 
     Args:
         like: Tensors with the shapes and types of the parameters.
-        num_copies: Number of copies of the parameters: one for all workers, or one for each worker.
+        num_slots: Number of copies of the parameters: one for all workers, or one for each worker.
         timeout_seconds: Maximum number of seconds of each read or write, until a worker has proved
             that it belongs to the run. The queue checks later timeouts.
     """
 
-    def __init__(self, like: Sequence[Tensor], num_copies: int, timeout_seconds: float) -> None:
+    def __init__(self, like: Sequence[Tensor], num_slots: int, timeout_seconds: float) -> None:
         self.key = secrets.token_bytes(32)
         """The key that workers on other hosts must know."""
         self._timeout = timeout_seconds
         self._descriptor = new_memory()
-        self.copies, self._gradients = mapped(self._descriptor, like, num_copies)
+        self._slots = mapped(self._descriptor, like, num_slots)
+        self.copies = [copy for copy, _ in self._slots]
         self._is_closing = False
         self._listeners: list[Listener] = []
         self._connections: list[Connection] = []
@@ -212,13 +210,11 @@ class Server:
                 deliver_challenge(connection, self.key)
                 answer_challenge(connection, self.key)
             rank = connection.recv()
-            copy = self.copies[rank % len(self.copies)]._replace(is_shared=is_local)
+            slot = self._slots[rank % len(self._slots)]
+            copy, gradients = (each._replace(is_shared=is_local) for each in slot)
             if is_local:
-                gradients = self._gradients[rank % len(self.copies)]
                 with as_socket(connection.fileno()) as end:
                     socket.send_fds(end, [b"!"], [self._descriptor])
-            else:
-                gradients = pack(self.copies[0].tensors)
             # From here on, ``close`` ends every wait, and the queue checks the timeout.
             limit_waits(connection, write_seconds=STALLED_SECONDS, read_seconds=0).close()
             incarnation, request = object(), "begin"
@@ -248,126 +244,3 @@ def _started(target: Callable[..., None], *args: object) -> threading.Thread:
     thread = threading.Thread(target=target, args=args, name="ddpnb-server", daemon=True)
     thread.start()
     return thread
-
-
-@contextlib.contextmanager
-def scaled_rate(optimizer: torch.optim.Optimizer, fraction: float) -> Iterator[None]:
-    """Multiply the learning rate by a fraction, for one optimizer step in this context.
-
-    Scaling the learning rate scales the whole update. Scaling the gradient would scale neither
-    weight decay nor Adam's updates, because Adam divides by the gradient's size. Other hooks may
-    set the learning rate during the step, so the hook that scales the rate runs last.
-    """
-    rates: list[Any] = []
-
-    def scale(*_: object) -> None:
-        for group in [] if rates else optimizer.param_groups:  # super().step() calls the hook again
-            rates.append(group["lr"])
-            group["lr"] = group["lr"] * fraction
-
-    hook = optimizer.register_step_pre_hook(scale)
-    try:
-        yield
-    finally:
-        hook.remove()
-        for group, rate in zip(optimizer.param_groups, rates, strict=False):
-            group["lr"] = rate
-
-
-@final
-class ParameterStore(UpdateCounter):
-    """The server's parameters and their optimizer, on rank 0.
-
-    Each worker trains on a copy of the parameters. Only ``pull`` changes a worker's copy.
-
-    Args:
-        copies: One copy of the parameters for each rank, on the CPU. The first copy has the initial
-            parameters.
-        optimizer: Function that creates the optimizer.
-        in_rounds: If True, ``push`` only collects gradients, and ``update`` makes the update.
-        compensation: The factor lambda in ``compensated``. If 0, gradients are not compensated.
-    """
-
-    def __init__(
-        self,
-        copies: Sequence[PackedTensors],
-        optimizer: OptimizerFactory,
-        *,
-        in_rounds: bool = False,
-        compensation: float = 0.0,
-    ) -> None:
-        super().__init__()
-        self.copies = copies
-        self._now = pack(copies[0].tensors)
-        self._now.raw.copy_(copies[0].raw)
-        self._parameters = [nn.Parameter(tensor) for tensor in self.tensors]
-        self._optimizer = optimizer(self._parameters)
-        self._in_rounds = in_rounds
-        self._compensation = compensation
-        self._weight = 0.0
-        """Sum of the weights of the gradients that arrived since the last update."""
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The current parameters."""
-        return self._now.tensors
-
-    def pull(self, rank: int) -> None:
-        """Copy the current parameters to a worker's copy."""
-        super().pull(rank)
-        self.copies[rank].raw.copy_(self._now.raw)
-
-    def push(self, rank: int, gradients: Gradients, weight: float = 1.0) -> int:
-        """Apply a worker's gradients, or collect them until ``update``. Return the staleness."""
-        staleness = self.version - self._pulled[rank]
-        if self._compensation and staleness > 0:
-            old = self.copies[rank].tensors
-            gradients = compensated(gradients, old, self.tensors, self._compensation)
-        self._weight += weight
-        if self._in_rounds:
-            self._gather(gradients, weight)
-        else:
-            for parameter, gradient in zip(self._parameters, gradients, strict=True):
-                parameter.grad = gradient
-            self.update()
-        return staleness
-
-    def update(self) -> None:
-        """Make one update with the gradients that arrived since the last update, if any arrived."""
-        if not self._weight:
-            return
-        if self._in_rounds:  # turn the weighted sum of the gradients into their mean
-            for gradient in (p.grad for p in self._parameters if p.grad is not None):
-                gradient.div_(self._weight)
-        with scaled_rate(self._optimizer, self._weight):
-            self._optimizer.step()
-        self.version += 1
-        self._weight = 0.0
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    @torch.no_grad()
-    def _gather(self, gradients: Gradients, weight: float) -> None:
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            if gradient is None:
-                continue
-            if parameter.grad is None:
-                parameter.grad = gradient * weight
-            else:
-                parameter.grad.add_(gradient, alpha=weight)
-
-
-def compensated(
-    gradients: Gradients, old: Sequence[Tensor], now: Sequence[Tensor], strength: float
-) -> list[Tensor | None]:
-    """Return stale gradients, corrected for the change of the parameters from ``old`` to ``now``.
-
-        g  +  lambda * g * g * (w_now - w_old)
-
-    The formula is a Taylor expansion, with the diagonal of g g^T instead of the Hessian. See Zheng
-    et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", 2017 (DC-ASGD-c).
-    """
-    return [
-        None if g is None else torch.addcmul(g, g * g, mine - theirs, value=strength)
-        for g, mine, theirs in zip(gradients, now, old, strict=True)
-    ]

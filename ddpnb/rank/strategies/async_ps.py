@@ -33,17 +33,20 @@ If a worker dies, its unfinished shards are lost. A restarted worker on rank 0's
 run again. If rank 0 (the server) dies, the run ends.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.servers.queue import NO_BOUND
-from ddpnb.rank.servers.server import ParameterStore
-from ddpnb.rank.strategies.asynchronous import AsynchronousStrategy
+from ddpnb.rank.servers.queue import NO_BOUND, Gradients, UpdateCounter
+from ddpnb.rank.servers.server import PackedTensors, pack
+from ddpnb.rank.strategies.asynchronous import AsynchronousStrategy, scaled_rate
 from ddpnb.rank.strategies.base import Plan
+from ddpnb.rank.tasks.base import OptimizerFactory
 from ddpnb.rank.worker import Batch, Worker
 
 _OWN_WORKER_NOTE = (
@@ -91,3 +94,102 @@ class AsyncParameterServer(AsynchronousStrategy):
         gradients = [parameter.grad for parameter in self.trained]
         self.exchange(batch.weight, gradients)
         return worker.mean_loss
+
+
+@final
+class ParameterStore(UpdateCounter):
+    """The server's parameters and their optimizer, on rank 0.
+
+    Each worker trains on a copy of the parameters. Only ``pull`` changes a worker's copy.
+
+    Args:
+        copies: One copy of the parameters for each rank, on the CPU. The first copy has the initial
+            parameters.
+        optimizer: Function that creates the optimizer.
+        in_rounds: If True, ``push`` only collects gradients, and ``update`` makes the update.
+        compensation: The factor lambda in ``compensated``. If 0, gradients are not compensated.
+    """
+
+    def __init__(
+        self,
+        copies: Sequence[PackedTensors],
+        optimizer: OptimizerFactory,
+        *,
+        in_rounds: bool = False,
+        compensation: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.copies = copies
+        self._now = pack(copies[0].tensors)
+        self._now.raw.copy_(copies[0].raw)
+        self._parameters = [nn.Parameter(tensor) for tensor in self.tensors]
+        self._optimizer = optimizer(self._parameters)
+        self._in_rounds = in_rounds
+        self._compensation = compensation
+        self._weight = 0.0
+        """Sum of the weights of the gradients that arrived since the last update."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The current parameters."""
+        return self._now.tensors
+
+    def pull(self, rank: int) -> None:
+        """Copy the current parameters to a worker's copy."""
+        super().pull(rank)
+        self.copies[rank].raw.copy_(self._now.raw)
+
+    def push(self, rank: int, gradients: Gradients, weight: float = 1.0) -> int:
+        """Apply a worker's gradients, or collect them until ``update``. Return the staleness."""
+        staleness = self.version - self._pulled[rank]
+        if self._compensation and staleness > 0:
+            old = self.copies[rank].tensors
+            gradients = compensated(gradients, old, self.tensors, self._compensation)
+        self._weight += weight
+        if self._in_rounds:
+            self._gather(gradients, weight)
+        else:
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                parameter.grad = gradient
+            self.update()
+        return staleness
+
+    def update(self) -> None:
+        """Make one update with the gradients that arrived since the last update, if any arrived."""
+        if not self._weight:
+            return
+        if self._in_rounds:  # turn the weighted sum of the gradients into their mean
+            for gradient in (p.grad for p in self._parameters if p.grad is not None):
+                gradient.div_(self._weight)
+        with scaled_rate(self._optimizer, self._weight):
+            self._optimizer.step()
+        self.version += 1
+        self._weight = 0.0
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def _gather(self, gradients: Gradients, weight: float) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            if gradient is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient * weight
+            else:
+                parameter.grad.add_(gradient, alpha=weight)
+
+
+def compensated(
+    gradients: Gradients, old: Sequence[Tensor], now: Sequence[Tensor], strength: float
+) -> list[Tensor | None]:
+    """Return stale gradients, corrected for the change of the parameters from ``old`` to ``now``.
+
+        g  +  lambda * g * g * (w_now - w_old)
+
+    The formula is a Taylor expansion, with the diagonal of g g^T instead of the Hessian. See Zheng
+    et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", 2017 (DC-ASGD-c).
+    """
+    return [
+        None if g is None else torch.addcmul(g, g * g, mine - theirs, value=strength)
+        for g, mine, theirs in zip(gradients, now, old, strict=True)
+    ]

@@ -9,6 +9,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, answer_challenge, deliver_challenge
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -104,7 +105,9 @@ class AsynchronousStrategy(Strategy):
         elif worker.rank == SERVER_RANK:
             self._serve(path, num_copies, make_updates, bound)
         else:
-            address, key, num_local = _told(None)
+            place: list[Any] = [None]
+            dist.broadcast_object_list(place, src=SERVER_RANK)
+            address, key, num_local = place[0]
             is_local = worker.rank < num_local  # rank 0's host has the first ranks
             try:
                 self._connect(path if is_local else address, num_copies, key)
@@ -114,8 +117,7 @@ class AsynchronousStrategy(Strategy):
         for parameter, tensor in zip(self.trained, self._copy.tensors, strict=True):
             if parameter.device.type == "cpu":
                 parameter.data = tensor
-        reply = self._ask("begin")
-        worker.clock.wait_until(reply.now)
+        worker.clock.wait_until(self._ask("begin").now)
 
     def shards(self) -> Iterator[Shard]:
         """Yield the shards that this worker gets from the queue, until no shard is left."""
@@ -154,8 +156,7 @@ class AsynchronousStrategy(Strategy):
             return
         self._is_over = True
         if self.queue is not None:
-            self.queue.fail(SERVER_RANK)
-            return
+            return self.queue.fail(SERVER_RANK)
         with contextlib.suppress(OSError):  # rank 0 may no longer read
             limit_waits(self._connection, write_seconds=STALLED_SECONDS).close()
             self._connection.send(("fail", 0.0))
@@ -183,7 +184,8 @@ class AsynchronousStrategy(Strategy):
         if worker.local_world_size < num:
             address = server.serve(queue, (server_host(), 0))
         self.opened.enter_context(worker.cancellation.held(lambda: queue.fail(SERVER_RANK)))
-        _told((address, server.key, worker.local_world_size))
+        place = [(address, server.key, worker.local_world_size)]
+        dist.broadcast_object_list(place, src=SERVER_RANK)
 
     def _connect(self, address: Any, num_copies: int, key: bytes = b"") -> None:
         """Connect to rank 0, by TCP if it is on another host. Raises ``OSError``."""
@@ -199,10 +201,9 @@ class AsynchronousStrategy(Strategy):
         connection.send(worker.rank)
         if is_local:
             descriptor = received(connection)
-            copies, gradients = mapped(descriptor, self.trained, num_copies)
+            slots = mapped(descriptor, self.trained, num_copies)
             os.close(descriptor)
-            self._copy = copies[worker.rank % num_copies]
-            self._gradients = gradients[worker.rank % num_copies]
+            self._copy, self._gradients = slots[worker.rank % num_copies]
         else:
             self._copy, self._gradients = pack(self.trained), pack(self.trained)
 
@@ -243,11 +244,28 @@ class AsynchronousStrategy(Strategy):
         return reply
 
 
-def _told(value: Any) -> Any:
-    """Return rank 0's value on every rank. Every rank takes part."""
-    values = [value]
-    dist.broadcast_object_list(values, src=SERVER_RANK)
-    return values[0]
+@contextlib.contextmanager
+def scaled_rate(optimizer: torch.optim.Optimizer, fraction: float) -> Iterator[None]:
+    """Multiply the learning rate by a fraction, for one optimizer step in this context.
+
+    Scaling the learning rate scales the whole update. Scaling the gradient would scale neither
+    weight decay nor Adam's updates, because Adam divides by the gradient's size. Other hooks may
+    set the learning rate during the step, so the hook that scales the rate runs last.
+    """
+    rates: list[Any] = []
+
+    def scale(*_: object) -> None:
+        for group in [] if rates else optimizer.param_groups:  # super().step() calls the hook again
+            rates.append(group["lr"])
+            group["lr"] = group["lr"] * fraction
+
+    hook = optimizer.register_step_pre_hook(scale)
+    try:
+        yield
+    finally:
+        hook.remove()
+        for group, rate in zip(optimizer.param_groups, rates, strict=False):
+            group["lr"] = rate
 
 
 def server_host() -> str:

@@ -28,8 +28,7 @@ from typing import final
 from torch import Tensor
 
 from ddpnb.rank.servers.queue import UpdateCounter
-from ddpnb.rank.servers.server import scaled_rate
-from ddpnb.rank.strategies.asynchronous import AsynchronousStrategy
+from ddpnb.rank.strategies.asynchronous import AsynchronousStrategy, scaled_rate
 from ddpnb.rank.worker import Batch, Worker
 
 

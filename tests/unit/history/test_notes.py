@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ddpnb.history.notes import notes_of, stable_rate
-from ddpnb.rank.servers.server import ParameterStore
+from ddpnb.rank.strategies.async_ps import ParameterStore
 from tests.rank.fit import packed
 from tests.unit.history.fake_runs import fake_run
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ddpnb.rank.servers.queue import UpdateCounter, WorkQueue
-from ddpnb.rank.servers.server import ParameterStore, scaled_rate
+from ddpnb.rank.strategies.async_ps import ParameterStore
+from ddpnb.rank.strategies.asynchronous import scaled_rate
 from tests.rank.fit import packed
 
 
