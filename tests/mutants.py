@@ -86,7 +86,7 @@ an emulated all-reduce has one message too many
 protocol/costs.py
 - return Cost(2 * (num - 1), around, around, around)
 + return Cost(2 * num - 1, around, around, around)
-tests/rank/test_laboratory.py -k 'its_messages and ddp-2'
+tests/rank/test_emulation.py -k 'its_messages and ddp-2'
 
 every epoch uses the first epoch's order
 rank/tasks/batches.py

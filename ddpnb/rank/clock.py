@@ -8,7 +8,7 @@ has a name too: see ``name_gaps``.
 ``MeasuredClock`` reads the device's own clock and never makes the device wait.  On a GPU, the
 Python thread submits a step, and the GPU executes the step later.  So a timestamp of a GPU is a
 CUDA event, and each step queues a copy of its loss.  ddpnb reads events and copies a few steps
-later.  The clock of emulated devices is in ``laboratory.clock``.
+later.  The clock of emulated devices is in ``emulation.clock``.
 """
 
 import contextlib

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.clock import Clock
 from ddpnb.rank.collectives.flat import local
-from ddpnb.rank.laboratory import Laboratory
+from ddpnb.rank.emulation import Emulation
 from ddpnb.rank.tasks.base import CLASSIFY, OptimizerFactory, StepFunction, split_step
 from ddpnb.rank.tasks.batches import Shard, Tree, num_rows, rows
 
@@ -119,7 +119,7 @@ class Worker:
     """The number of micro-batches per batch, for gradient accumulation."""
     amp: torch.dtype | None = None
     """The data type of autocast in the forward pass.  If None, autocast is off."""
-    laboratory: Laboratory | None = None
+    emulation: Emulation | None = None
     """The emulated devices to which this worker belongs; None if the worker's time is measured."""
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     """List of the optimizers that the method ``optimizer`` has made, in order."""

@@ -10,7 +10,7 @@ from ddpnb.protocol.costs import COLLECTIVES, DOUBLE_TREE, GLOO, NCCL, Cost, alg
 from ddpnb.rank.collectives.table import METHODS
 from ddpnb.scaling.model import bucket_sizes
 
-LABORATORY = Path(__file__).parents[2] / "docs" / "emulated-devices.md"
+PAGE = Path(__file__).parents[2] / "docs" / "emulated-devices.md"
 TABLE = {
     **COLLECTIVES,
     **{f"{name}, by gloo": each for name, each in GLOO.items()},
@@ -20,7 +20,7 @@ TABLE = {
 
 
 def test_the_page_has_the_table():
-    rows = [line for line in LABORATORY.read_text().splitlines() if line.startswith("| `")]
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     cells = {
         name: (each.name, each.rounds, each.num_bytes, each.sent) for name, each in TABLE.items()
     }

@@ -26,9 +26,9 @@ from ddpnb.protocol.inspection import Bucket, CapReport, InspectSpec
 from ddpnb.protocol.trace import Lane, Span
 from ddpnb.rank.clock import Clock, MeasuredClock, Moment, seconds_between, synchronize
 from ddpnb.rank.collectives.flat import num_bytes
+from ddpnb.rank.emulation import ComputeTimes, Emulation, measured
+from ddpnb.rank.emulation.clock import VirtualClock
 from ddpnb.rank.inspection.subject import Subject, subject_of
-from ddpnb.rank.laboratory import ComputeTimes, Laboratory, measured
-from ddpnb.rank.laboratory.clock import VirtualClock
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.strategies.ddp import DEFAULT_CAP_MB
 from ddpnb.rank.tasks.batches import copied, tensors_of
@@ -51,21 +51,21 @@ def measure(spec: InspectSpec, here: Surroundings) -> tuple[CapReport, ...]:
     with preserve_globals(device):
         subject = subject_of(spec, here)
         caps = dict.fromkeys([subject.cap_mb, *spec.bucket_caps])
-        laboratory = None if spec.devices is None else _laboratory(spec.devices, subject)
+        emulation = None if spec.devices is None else _emulation(spec.devices, subject)
         reports, own = [], range(rank, rank + 1)
         for number, cap in enumerate(caps):
             with contextlib.ExitStack() as opened:
                 stepper = _Stepper(subject, cap, device)
-                if laboratory is not None:
+                if emulation is not None:
                     path = here.folder / f"inspect-{number}"
-                    clock = VirtualClock(laboratory, own, path, here.cancellation.check)
+                    clock = VirtualClock(emulation, own, path, here.cancellation.check)
                     opened.enter_context(opened.enter_context(closing(clock)).running())
                     stepper.clock, stepper.ends = clock, clock.ends
                 reports.append(stepper.report())
     return tuple(reports)
 
 
-def _laboratory(devices: Devices, subject: Subject) -> Laboratory:
+def _emulation(devices: Devices, subject: Subject) -> Emulation:
     """Return the emulated devices.  Measure the devices' computing speed if it is not given."""
     model = subject.make_model()
     compute = devices.compute
@@ -78,7 +78,7 @@ def _laboratory(devices: Devices, subject: Subject) -> Laboratory:
         dist.all_reduce(fastest, op=dist.ReduceOp.MIN)  # every rank takes part
         compute = Compute(fastest.item())
     size = num_bytes(each for each in model.parameters() if each.requires_grad)
-    return Laboratory(devices=devices, times=ComputeTimes(compute=compute), num_bytes=size)
+    return Emulation(devices=devices, times=ComputeTimes(compute=compute), num_bytes=size)
 
 
 class _Step(NamedTuple):

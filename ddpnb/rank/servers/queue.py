@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, final
 from torch import Tensor
 
 from ddpnb.rank.cancellation import RankLostError
-from ddpnb.rank.laboratory.order import SERVER_RANK, VirtualOrder
+from ddpnb.rank.emulation.order import SERVER_RANK, VirtualOrder
 
 NO_BOUND = -1
 NO_RANK = -1

@@ -78,7 +78,7 @@ class AsyncParameterServer(AsynchronousStrategy):
             compensation=self._compensation,
         )
         self.begin(worker, worker.world_size, make_store, bound=self._bound)
-        if worker.laboratory is not None and worker.world_size > 1:
+        if worker.emulation is not None and worker.world_size > 1:
             worker.notes.append(_OWN_WORKER_NOTE)
 
     def step(self, batch: Batch) -> Tensor:

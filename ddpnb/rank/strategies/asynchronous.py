@@ -19,7 +19,7 @@ from ddpnb.protocol.processes import limit_waits
 from ddpnb.rank.cancellation import RankLostError
 from ddpnb.rank.collectives.flat import num_bytes
 from ddpnb.rank.connections import shut_down
-from ddpnb.rank.laboratory.order import SERVER_RANK, VirtualOrder
+from ddpnb.rank.emulation.order import SERVER_RANK, VirtualOrder
 from ddpnb.rank.servers.queue import (
     NO_BOUND,
     NO_RANK,
@@ -169,7 +169,7 @@ class AsynchronousStrategy(Strategy):
         self.opened.callback(server.close)
         self._copy = server.copies[SERVER_RANK]
         self._copy.fill([parameter.detach() for parameter in self.trained])
-        emulated = worker.laboratory
+        emulated = worker.emulation
         order = emulated and VirtualOrder(emulated, num_workers=num, shard=worker.shard)
         self.queue = queue = WorkQueue(
             make_updates(server.copies),

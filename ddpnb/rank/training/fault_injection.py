@@ -3,7 +3,7 @@
     delay of a step  =  (f * (1 + u) - 1) * c + s
 
 Here c is the time of this worker's forward and backward pass.  ddpnb measures c before the run,
-without communication, so c never contains waits for other ranks.  The module ``laboratory`` defines
+without communication, so c never contains waits for other ranks.  The module ``emulation`` defines
 f, s and u.  On emulated devices, a fault slows the device's clock instead.
 A slow rank sleeps before its first backward pass in a step, so that its parameters are older and
 its gradient arrives later.  The sleep counts as a part of the forward pass.
@@ -24,7 +24,7 @@ from ddpnb.protocol.devices import Compute
 from ddpnb.protocol.messages import Mark, MarkKind
 from ddpnb.protocol.notation import parse_kills, parse_slow
 from ddpnb.rank.clock import synchronize, timed
-from ddpnb.rank.laboratory import ComputeTimes
+from ddpnb.rank.emulation import ComputeTimes
 from ddpnb.rank.training.run import Run
 from ddpnb.rank.worker import Batch, Worker
 
@@ -51,7 +51,7 @@ class FaultInjector:
         kills = parse_kills(spec.kill).items() if is_new else ()
         self._kill = min(((at, rank) for rank, at in kills if rank in workers), default=None)
         """Seconds of training before the kill, and the rank to kill.  None if there is no kill."""
-        self._sleeps = run.laboratory is None and bool(self._slow or spec.jitter)
+        self._sleeps = run.emulation is None and bool(self._slow or spec.jitter)
         self._own_seconds = 0.0
         """Seconds that a forward and backward pass takes; 0 if no fault depends on this time."""
         if self._sleeps and (spec.jitter > 0 or any(fault.factor > 1 for fault in self._slow)):

@@ -29,8 +29,8 @@ from ddpnb.protocol.notation import parse_kills, parse_ranks, parse_slow, parse_
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.clock import Clock, MeasuredClock
 from ddpnb.rank.collectives.flat import num_bytes
-from ddpnb.rank.laboratory import ComputeTimes, Laboratory
-from ddpnb.rank.laboratory.clock import VirtualClock
+from ddpnb.rank.emulation import ComputeTimes, Emulation
+from ddpnb.rank.emulation.clock import VirtualClock
 from ddpnb.rank.random_state import preserve_random, seed_everything
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Plan, Strategy
@@ -156,7 +156,7 @@ class Run:
             clock=clock or Clock(),
             accumulate=self.spec.accumulate,
             amp=torch.bfloat16 if self.spec.amp == "bf16" else None,
-            laboratory=self.laboratory,
+            emulation=self.emulation,
             joins=self.here.rejoin_info is not None,
             num_prefetched=self.num_data_workers * getattr(self.task.train, "num_prefetched", 0),
             cancellation=self.here.cancellation,
@@ -164,7 +164,7 @@ class Run:
         return worker
 
     @cached_property
-    def laboratory(self) -> Laboratory | None:
+    def emulation(self) -> Emulation | None:
         """The emulated devices; None if steps are measured, or if the devices' speed is unknown."""
         emulated = self.spec.emulated
         if emulated is None or emulated.compute is None:
@@ -179,7 +179,7 @@ class Run:
             seed=self.spec.seed,
         )
         size = num_bytes(each for each in self.make_model().parameters() if each.requires_grad)
-        return Laboratory(
+        return Emulation(
             devices=emulated, times=times, num_bytes=size, num_in_shard=schedule.num_in
         )
 
@@ -271,17 +271,17 @@ class Run:
 
     def prepare_clock(self) -> None:
         """Create the clock.  On emulated devices, the clock computes the time of steps."""
-        if self.laboratory is None:
+        if self.emulation is None:
             self.clock = MeasuredClock(self.device)
             return
         path = self.here.folder / self.name("t")
         check = self.here.cancellation.check
-        self.clock = VirtualClock(self.laboratory, self.workers, path, check)
+        self.clock = VirtualClock(self.emulation, self.workers, path, check)
 
     def start(self) -> None:
         """Start counting time."""
         rejoin_info = self.here.rejoin_info
-        if rejoin_info is not None and self.laboratory is None:
+        if rejoin_info is not None and self.emulation is None:
             self.late_seconds = time.time() - rejoin_info.began_at
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -299,9 +299,9 @@ class Run:
 
     def note_memory(self, memory: Memory) -> None:
         """Record ``memory``.  First scale it to an emulated model, or add the GPU's peak."""
-        laboratory = self.laboratory
-        if laboratory is not None and laboratory.devices.model:
-            memory = memory.scaled(laboratory.scale)
+        emulation = self.emulation
+        if emulation is not None and emulation.devices.model:
+            memory = memory.scaled(emulation.scale)
         elif self.device.type == "cuda" and not self.plan.is_emulated:
             memory = memory._replace(peak=torch.cuda.max_memory_allocated(self.device))
         self.memory = memory

@@ -17,7 +17,7 @@ from ddpnb.protocol.devices import Compute
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, RunSpec
 from ddpnb.rank.clock import timed
-from ddpnb.rank.laboratory import measured
+from ddpnb.rank.emulation import measured
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.training.evaluation import Score, score
 from ddpnb.rank.training.fault_injection import measure_compute_seconds

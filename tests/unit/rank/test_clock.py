@@ -16,8 +16,8 @@ from ddpnb.protocol.messages import Parts, StepEvent
 from ddpnb.protocol.notation import parse_link
 from ddpnb.rank.clock import MeasuredClock, length_outside, name_gaps
 from ddpnb.rank.collectives.table import METHODS, Call
-from ddpnb.rank.laboratory import ComputeTimes, Laboratory
-from ddpnb.rank.laboratory.clock import VirtualClock
+from ddpnb.rank.emulation import ComputeTimes, Emulation
+from ddpnb.rank.emulation.clock import VirtualClock
 
 CPU = torch.device("cpu")
 
@@ -224,8 +224,8 @@ class Both:
 def both(folder: Path) -> Both:
     devices = Devices(num=2, device_link=parse_link("1Mbit,1ms"))
     times = ComputeTimes(compute=Compute(0.002, 0.01))
-    laboratory = Laboratory(devices=devices, times=times, num_bytes=3000)
-    return Both(VirtualClock(laboratory, range(1), folder / "c", lambda: None))
+    emulation = Emulation(devices=devices, times=times, num_bytes=3000)
+    return Both(VirtualClock(emulation, range(1), folder / "c", lambda: None))
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -18,7 +18,7 @@ from ddpnb.scaling.model import FORMULAS, Machine, Workload, cost, step_seconds,
 from ddpnb.scaling.predict import Question, predict
 from ddpnb.scaling.waiting import expected_max, on_cores
 from ddpnb.session.scaling import measured_in, predicted
-from tests.rank.test_laboratory import EXCHANGE, LATENCY, S
+from tests.rank.test_emulation import EXCHANGE, LATENCY, S
 from tests.unit.history.fake_runs import fake_comparison
 from tests.unit.scaling.machines import CROWDED, FIXED, PER_SAMPLE, measured
 

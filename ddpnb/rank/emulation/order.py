@@ -13,7 +13,7 @@ from typing import Any, Final, final
 
 from ddpnb.protocol.costs import Cost
 from ddpnb.protocol.notation import LinkSpec
-from ddpnb.rank.laboratory import Laboratory
+from ddpnb.rank.emulation import Emulation
 
 SERVER_RANK: Final = 0
 RETURN_SECONDS: Final = 1.0
@@ -28,7 +28,7 @@ class VirtualOrder:
     The queue calls every method while it holds its lock.
     """
 
-    laboratory: Laboratory
+    emulation: Emulation
     """Computing times of the workers, and links between the workers and the server."""
     _: KW_ONLY
     num_workers: int
@@ -76,8 +76,8 @@ class VirtualOrder:
             received = self._out_until + link.latency_seconds
         self._received[rank], self._ready[rank] = received, math.inf
         if shard is not None:
-            num_samples = self.laboratory.num_in_shard(self.shard(shard))
-            seconds = self.laboratory.times.step(rank, self._steps[rank], num_samples)
+            num_samples = self.emulation.num_in_shard(self.shard(shard))
+            seconds = self.emulation.times.step(rank, self._steps[rank], num_samples)
             self._steps[rank] += 1
             self._ready[rank] = received + seconds
         return received
@@ -116,8 +116,8 @@ class VirtualOrder:
         return max(ready, self._in_until) + self._seconds(link) + link.latency_seconds
 
     def _link(self, rank: int) -> LinkSpec:
-        return self.laboratory.devices.link_between((SERVER_RANK, rank))
+        return self.emulation.devices.link_between((SERVER_RANK, rank))
 
     def _seconds(self, link: LinkSpec) -> float:
         """Return the seconds that a link takes to send one gradient or one set of parameters."""
-        return Cost(0, self.laboratory.scale * self.laboratory.num_bytes).seconds(link)
+        return Cost(0, self.emulation.scale * self.emulation.num_bytes).seconds(link)

@@ -32,7 +32,7 @@ from ddpnb.rank.clock import Clock, Moment, Phase, completed
 from ddpnb.rank.collectives.board import Board
 from ddpnb.rank.collectives.sums import SharedSums
 from ddpnb.rank.collectives.table import Call
-from ddpnb.rank.laboratory import Laboratory
+from ddpnb.rank.emulation import Emulation
 
 LEAST_BYTES: Final = 1 << 14
 """Minimum number of bytes for a sum in shared memory.  Gloo computes smaller sums equally fast."""
@@ -63,23 +63,23 @@ class VirtualClock(Clock):
     """Virtual time of a device, or of the slowest device if a process emulates several devices.
 
     Args:
-        laboratory: the emulated devices.
+        emulation: the emulated devices.
         ranks: the devices of this process.
         path: path prefix of the files that the ranks share in the run folder.
         check: function that raises an error if this rank should stop waiting.
     """
 
     def __init__(
-        self, laboratory: Laboratory, ranks: range, path: Path, check: Callable[[], None]
+        self, emulation: Emulation, ranks: range, path: Path, check: Callable[[], None]
     ) -> None:
         super().__init__()
-        self.laboratory = laboratory
-        self.scale = laboratory.scale
+        self.emulation = emulation
+        self.scale = emulation.scale
         self._ranks = ranks
         self._path, self._check = path, check
         self._is_paused = False
         """True while exchanges take no time."""
-        self._usual_bytes = laboratory.scale * laboratory.num_bytes
+        self._usual_bytes = emulation.scale * emulation.num_bytes
         """Gradient size in bytes.  The clock assumes this size for a phase that has not ended."""
         self._phase: Phase | None = "data"
         self._since = 0.0
@@ -130,7 +130,7 @@ class VirtualClock(Clock):
     def begin_step(self, num_samples: int) -> None:
         """Begin a step on ``num_samples`` samples of this worker."""
         self._unplanned, self._forwarded, self._copied_share = num_samples, 0, 0.0
-        self._delay_left = max(self.laboratory.times.delay(rank) for rank in self._ranks)
+        self._delay_left = max(self.emulation.times.delay(rank) for rank in self._ranks)
 
     def timing(self, step: StepEvent, values: Mapping[str, Tensor]) -> list[StepEvent]:
         """End a step, and return the step with its times."""
@@ -200,7 +200,7 @@ class VirtualClock(Clock):
         self._length = share * self._work(num_samples)
         self._gathered_at, self._num_gathers = self.seconds, 0
         if phase == "forward" and len(self._ranks) > 1:
-            self._length += len(self._ranks) * self.laboratory.devices.seconds_per_replica
+            self._length += len(self._ranks) * self.emulation.devices.seconds_per_replica
 
     def produced(self, num_bytes: int) -> None:
         """Advance until the phase has produced ``num_bytes`` more bytes of gradients."""
@@ -226,7 +226,7 @@ class VirtualClock(Clock):
         algorithm = algorithm_of(name, "nccl")  # only GPUs are the devices of one process
         assert algorithm is not None
         cost = algorithm.of(scale * num_bytes, num_devices)
-        self.wait_until(self.seconds + cost.seconds(self.laboratory.devices.device_link))
+        self.wait_until(self.seconds + cost.seconds(self.emulation.devices.device_link))
 
     def _compute_rest(self) -> None:
         """Advance to the end of the current computing phase, if any."""
@@ -249,8 +249,8 @@ class VirtualClock(Clock):
     def _work(self, num_samples: int) -> float:
         """Return how many seconds the slowest device of this process computes."""
         each = -(-num_samples // len(self._ranks))
-        factors = (self.laboratory.times.factor(rank, self._step) for rank in self._ranks)
-        return max(factors) * self.laboratory.times.work(each)
+        factors = (self.emulation.times.factor(rank, self._step) for rank in self._ranks)
+        return max(factors) * self.emulation.times.work(each)
 
     # -- collectives --------------------------------------------------------------------------
 
@@ -258,7 +258,7 @@ class VirtualClock(Clock):
         """Post the time at which this rank is ready for a call."""
         if self._is_paused:
             return
-        cost = call.cost(self.scale, self.laboratory.devices.backend)
+        cost = call.cost(self.scale, self.emulation.devices.backend)
         if not (call.is_in_cpp and call.name == "broadcast"):  # DDP's buffers are not counted
             self.count(sent=cost.sent, received=cost.received)
         if call.group.size() == 1:
@@ -282,12 +282,12 @@ class VirtualClock(Clock):
         number = next(self._numbers[group.group_name, -1])
         self._board(group.group_name, group.size()).post(number, group.rank(), ready)
         num = num_parts(size, ready)
-        part = call.cost(self.scale / num, self.laboratory.devices.backend)
+        part = call.cost(self.scale / num, self.emulation.devices.backend)
         pending = _Pending(
             call=call,
             number=number,
             num_parts=num,
-            seconds=part.seconds(self.laboratory.devices.link_between(call.ranks)),
+            seconds=part.seconds(self.emulation.devices.link_between(call.ranks)),
             is_late=self.gathers_ahead and self._is_late(call, is_needed=is_needed),
         )
         call.notes[self] = partial(self._wait_for, pending)
@@ -309,7 +309,7 @@ class VirtualClock(Clock):
         num = sum(tensor.numel() for tensor in call.tensors)
         share = min(4 * self.scale * num / self._usual_bytes, 1.0 - self._copied_share)
         self._copied_share += share
-        self.seconds += share * self.laboratory.devices.wrapper_seconds
+        self.seconds += share * self.emulation.devices.wrapper_seconds
 
     def _ready(self, num_bytes: float, *, is_needed: bool) -> tuple[float, float]:
         """Advance to the time of a call; return when the call's first and last bytes are ready.
@@ -384,7 +384,7 @@ class VirtualClock(Clock):
             return  # the sender is not known yet
         name, size, is_sent = call.group.group_name, call.group.size(), call.name == "send"
         own, other = call.group.rank(), call.arguments[1]
-        link = self.laboratory.devices.link_between([call.ranks[own], call.ranks[other]])
+        link = self.emulation.devices.link_between([call.ranks[own], call.ranks[other]])
         seconds = cost.seconds(link) - link.latency_seconds
         place = own * size + other if is_sent else other * size + own
         board, numbers = self._board(f"{name}.m", size * size), self._numbers[name, place]

@@ -7,8 +7,8 @@ import pytest
 
 from ddpnb.protocol.devices import Compute, Devices, parse_compute, parse_devices
 from ddpnb.protocol.notation import parse_link, parse_slow
-from ddpnb.rank.laboratory import ComputeTimes, Laboratory, measured
-from ddpnb.rank.laboratory.order import VirtualOrder
+from ddpnb.rank.emulation import ComputeTimes, Emulation, measured
+from ddpnb.rank.emulation.order import VirtualOrder
 from ddpnb.scaling.waiting import server_bound
 
 LINK = parse_link("1Gbit,0.5ms")
@@ -18,8 +18,8 @@ SIZE = 3_000_000
 def served(num_workers: int, num_shards: int, times: ComputeTimes) -> list[tuple[int, float]]:
     """Serve shards of one sample, and return the worker and the time of each arrival."""
     devices = Devices(num=num_workers, device_link=LINK)
-    laboratory = Laboratory(devices=devices, times=times, num_bytes=SIZE, num_in_shard=lambda _: 1)
-    order = VirtualOrder(laboratory, num_workers=num_workers, shard=lambda number: number)
+    emulation = Emulation(devices=devices, times=times, num_bytes=SIZE, num_in_shard=lambda _: 1)
+    order = VirtualOrder(emulation, num_workers=num_workers, shard=lambda number: number)
     found: list[tuple[int, float]] = []
     for rank in range(num_workers):
         order.reply(rank, rank, is_first=True)
@@ -80,7 +80,7 @@ def test_a_fit_is_never_negative_and_right_at_the_whole_batch(seconds):
 
 
 def test_both_the_time_per_sample_and_the_time_per_pass_are_measured(monkeypatch):
-    monkeypatch.setattr("ddpnb.rank.laboratory.TRIAL_SECONDS", 0.4)
+    monkeypatch.setattr("ddpnb.rank.emulation.TRIAL_SECONDS", 0.4)
 
     def take_step(num_samples: int) -> None:
         end = time.thread_time() + 0.01 + 0.0005 * num_samples

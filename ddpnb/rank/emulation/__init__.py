@@ -64,7 +64,7 @@ class ComputeTimes:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Laboratory:
+class Emulation:
     """The emulated devices of one run."""
 
     devices: Devices
