@@ -43,10 +43,7 @@ from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.worker import Worker
 
 MakeUpdates = Callable[[Sequence[PackedTensors]], UpdateCounter]
-"""Function that creates the ``UpdateCounter`` on rank 0.
-
-The argument is a list of copies of the parameters. The first copy has rank 0's parameters.
-"""
+"""Function that creates the ``UpdateCounter`` on rank 0, from the copies of the parameters."""
 
 
 class RunOverError(Exception):
@@ -78,41 +75,28 @@ class AsynchronousStrategy(Strategy):
     ) -> None:
         """Connect to the server, wait for all workers, and get parameters and the first shards.
 
-        Every rank takes part, but a restarted worker on rank 0's host joins without the others. CPU
-        parameters are moved to memory that the server writes. Other parameters stay on their
-        device, and ddpnb copies new values to the device.
-
-        Args:
-            worker: This rank's worker.
-            num_copies: Number of copies of the parameters: one for each worker, or one for all.
-            make_updates: Function that creates the ``UpdateCounter``. Only rank 0 calls it.
-            bound: Maximum number of steps that a worker may be ahead of the slowest worker.
-
-        Raises:
-            RunOverError: The worker cannot join, because the run has ended.
-            RankLostError: Rank 0 cannot be reached.
+        Every rank takes part, but a restarted worker on rank 0's host joins without the others. It
+        raises ``RunOverError`` if the run has ended. CPU parameters are moved to memory that the
+        server writes. There is one copy of the parameters for each worker, or one for all workers.
+        See ``WorkQueue`` for ``bound``.
         """
         self.worker, self.trained = worker, worker.parameters
         self._num_bytes = num_bytes(self.trained)
         self._next_shards: deque[int] = deque()
         self._is_over = False
-        path = str(worker.folder / f"{worker.name}.s")
-        if worker.joins:
-            try:
-                self._connect(path, num_copies)
-            except OSError as error:
-                raise RunOverError from error
-        elif worker.rank == SERVER_RANK:
-            self._serve(path, num_copies, make_updates, bound)
+        address: Any = str(worker.folder / f"{worker.name}.s")
+        if worker.rank == SERVER_RANK:
+            self._serve(address, num_copies, make_updates, bound)
         else:
-            place: list[Any] = [None]
-            dist.broadcast_object_list(place, src=SERVER_RANK)
-            address, key, num_local = place[0]
-            is_local = worker.rank < num_local  # rank 0's host has the first ranks
+            place: list[Any] = ["", b"", worker.world_size]
+            if not worker.joins:
+                dist.broadcast_object_list(place, src=SERVER_RANK)
+            if worker.rank >= place[2]:
+                address = place[0]
             try:
-                self._connect(path if is_local else address, num_copies, key)
+                self._connect(address, place[1], num_copies)
             except (OSError, AuthenticationError) as error:
-                raise RankLostError(SERVER_RANK) from error
+                raise RunOverError if worker.joins else RankLostError(SERVER_RANK) from error
         self.opened.callback(self._leave)
         for parameter, tensor in zip(self.trained, self._copy.tensors, strict=True):
             if parameter.device.type == "cpu":
@@ -184,10 +168,10 @@ class AsynchronousStrategy(Strategy):
         if worker.local_world_size < num:
             address = server.serve(queue, (server_host(), 0))
         self.opened.enter_context(worker.cancellation.held(lambda: queue.fail(SERVER_RANK)))
-        place = [(address, server.key, worker.local_world_size)]
+        place = [address, server.key, worker.local_world_size]  # rank 0's host has the first ranks
         dist.broadcast_object_list(place, src=SERVER_RANK)
 
-    def _connect(self, address: Any, num_copies: int, key: bytes = b"") -> None:
+    def _connect(self, address: Any, key: bytes, num_copies: int) -> None:
         """Connect to rank 0, by TCP if it is on another host. Raises ``OSError``."""
         worker = self.worker
         self._connection = connection = self.opened.enter_context(Client(address))
