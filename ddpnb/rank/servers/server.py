@@ -150,11 +150,8 @@ def received(connection: Connection) -> int:
 class Server:
     """Shares memory with the workers on this host, and serves each connection in a thread.
 
-    Args:
-        like: Tensors with the shapes and types of the parameters.
-        num_slots: Number of copies of the parameters: one for all workers, or one for each worker.
-        timeout_seconds: Maximum number of seconds of each read or write, until a worker has proved
-            that it belongs to the run. The queue checks later timeouts.
+    ``like`` has the shapes and types of the parameters. ``timeout_seconds`` limits each read and
+    write until a worker has proved that it belongs to the run. The queue checks later timeouts.
     """
 
     def __init__(self, like: Sequence[Tensor], num_slots: int, timeout_seconds: float) -> None:

@@ -122,17 +122,14 @@ class ParameterStore(UpdateCounter):
         self.copies = copies
         self._now = pack(copies[0].tensors)
         self._now.raw.copy_(copies[0].raw)
+        self.tensors = self._now.tensors
+        """The current parameters."""
         self._parameters = [nn.Parameter(tensor) for tensor in self.tensors]
         self._optimizer = optimizer(self._parameters)
         self._in_rounds = in_rounds
         self._compensation = compensation
         self._weight = 0.0
         """Sum of the weights of the gradients that arrived since the last update."""
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The current parameters."""
-        return self._now.tensors
 
     def pull(self, rank: int) -> None:
         """Copy the current parameters to a worker's copy."""
