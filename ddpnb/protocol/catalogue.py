@@ -131,7 +131,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         look=Style("#3f90da", "solid", "o"),
         aliases=("DistributedDataParallel", "MirroredStrategy", "MultiWorkerMirroredStrategy"),
         options={
-            "bucket_cap_mb": Option(default=25.0, about="maximum size of a bucket in MB", above=0),
+            "bucket_cap_mb": Option(default=25.0, about="MB at which DDP closes a bucket", above=0),
             "find_unused_parameters": Option(
                 default=False, about="allow steps that do not use all parameters"
             ),

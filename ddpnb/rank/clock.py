@@ -5,10 +5,9 @@ things: each call of ``torch.distributed`` (see ``collectives.intercept``), the 
 each backward pass, and the start and the end of each optimizer's ``step``.  The time between them
 has a name too: see ``name_gaps``.
 
-``MeasuredClock`` reads the device's own clock and never makes the device wait.  On a GPU, the
-Python thread submits a step, and the GPU executes the step later.  So a timestamp of a GPU is a
-CUDA event, and each step queues a copy of its loss.  ddpnb reads events and copies a few steps
-later.  The clock of emulated devices is in ``emulation.clock``.
+``MeasuredClock`` never makes the device wait.  A GPU executes a step later than the Python thread
+submits the step.  So a timestamp of a GPU is a CUDA event, and each step queues a copy of its loss.
+ddpnb reads both a few steps later.  ``emulation.clock`` has the clock of emulated devices.
 """
 
 import contextlib
@@ -232,10 +231,11 @@ class _Pending(NamedTuple):
         times = [seconds_between(first, moment) for _, moment in self.marks]
         phases = name_gaps([phase for phase, _ in self.marks[:-1]])
         spent: dict[str, float] = {}
+        exposed = []
         for phase, begun, ended in zip(phases, times, times[1:], strict=False):
             spent[phase] = spent.get(phase, 0.0) + ended - begun
-        between = zip(phases, times, times[1:], strict=False)
-        exposed = [(begun, ended) for phase, begun, ended in between if phase == "communication"]
+            if phase == "communication":
+                exposed.append((begun, ended))
         flights = [
             (seconds_between(first, begun), seconds_between(first, ended))
             for begun, ended in self.flights
@@ -307,10 +307,8 @@ class MeasuredClock(Clock):
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Do not count the time in this context."""
-        try:
-            yield
-        finally:
-            self.start()
+        yield
+        self.start()
 
     def _finished(self) -> list[StepEvent]:
         steps = []

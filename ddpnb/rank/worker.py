@@ -177,7 +177,7 @@ class Worker:
         *,
         loss_of: Callable[[Batch], Tensor] | None = None,
     ) -> Tensor:
-        """Run the forward pass, and return the mean loss over the micro-batch, of shape ().
+        """Run the forward pass.  Return the mean loss of shape (), and add it to ``mean_loss``.
 
         Args:
             micro_batch: the samples, on this rank's device.
@@ -244,7 +244,7 @@ class Worker:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One worker's shard of a global batch, on the worker's device."""
+    """One worker's shard of a global batch, or a micro-batch of it, on the worker's device."""
 
     tree: Tree
     """A tree of tensors, usually inputs and targets."""
@@ -256,13 +256,13 @@ class Batch:
     """Maximum number of micro-batches: the size of the smallest shard, so that all workers make the
     same number of micro-batches.  If None, the maximum is this shard's size."""
     share: float = 1.0
-    """For a micro-batch: its share of the samples of this worker's batch."""
+    """For a micro-batch: its number of samples, divided by this worker's number; otherwise 1."""
     is_last: bool = True
     """For a micro-batch: True if it is the last in its batch."""
 
     @property
     def weight(self) -> float:
-        """This worker's share of the global batch."""
+        """This worker's share of the global batch: b_i / B in the formulas of strategies."""
         return self.num_samples / self.num_global
 
     @cached_property

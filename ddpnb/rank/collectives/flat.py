@@ -11,34 +11,36 @@ from torch import Tensor
 class FlatBuffer:
     """One flat buffer for each dtype, with a view for each of the given tensors.
 
-    The buffers are on a device from which the default group can send (for gloo, the CPU).
+    With gloo, the buffers are on the CPU.  Otherwise they are on the first tensor's device.  Only
+    ``average`` communicates.  The other methods copy tensors on this rank.
 
     Args:
-        like: tensors, usually parameters.
+        tensors: the tensors to pack, usually parameters.  The buffer keeps them.
         has_flags: if True, the first buffer ends with a flag for each tensor.  After a sum over the
             ranks, a tensor's flag is the number of ranks that have a gradient for the tensor.
     """
 
-    def __init__(self, like: Sequence[Tensor], *, has_flags: bool = False) -> None:
-        device = torch.device("cpu") if dist.get_backend() == "gloo" else like[0].device
+    def __init__(self, tensors: Sequence[Tensor], *, has_flags: bool = False) -> None:
+        device = torch.device("cpu") if dist.get_backend() == "gloo" else tensors[0].device
         sizes: Counter[torch.dtype] = Counter()
-        for tensor in like:
+        for tensor in tensors:
             sizes[tensor.dtype] += tensor.numel()
-        sizes[like[0].dtype] += len(like) if has_flags else 0
+        sizes[tensors[0].dtype] += len(tensors) if has_flags else 0
+        # rest: the part of each buffer that has no view yet
         rest = {kind: torch.zeros(size, dtype=kind, device=device) for kind, size in sizes.items()}
-        self.tensors = like
+        self.tensors = tensors
         self.buffers = list(rest.values())
         """One tensor of shape (n,) for each dtype."""
         self.views: list[Tensor] = []
         """One view for each tensor, in the given order.  A view has the shape of its tensor."""
-        for tensor in like:
+        for tensor in tensors:
             view, rest[tensor.dtype] = rest[tensor.dtype].tensor_split([tensor.numel()])
             self.views.append(view.view(tensor.shape))
-        self._flags = rest[like[0].dtype]
+        self._flags = rest[tensors[0].dtype]
 
     @torch.no_grad()
-    def gather_gradients(self) -> None:
-        """Copy the tensors' gradients into the buffers.  A missing gradient counts as zeros."""
+    def pack_gradients(self) -> None:
+        """Copy the tensors' gradients into the buffers.  A missing gradient becomes zeros."""
         for view, tensor, flag in zip(self.views, self.tensors, self._flags, strict=True):
             flag.fill_(tensor.grad is not None)
             if tensor.grad is None:
@@ -47,7 +49,7 @@ class FlatBuffer:
                 view.copy_(tensor.grad)
 
     @torch.no_grad()
-    def scatter_gradients(self, tensors: Sequence[Tensor]) -> None:
+    def unpack_gradients(self, tensors: Sequence[Tensor]) -> None:
         """Set the gradients of ``tensors`` from the buffers.
 
         If no rank has a gradient for a tensor, its gradient is None.  As in one process, an
@@ -62,13 +64,13 @@ class FlatBuffer:
                 tensor.grad.copy_(view)
 
     @torch.no_grad()
-    def gather(self, tensors: Iterable[Tensor]) -> None:
+    def pack(self, tensors: Iterable[Tensor]) -> None:
         """Copy tensors into the buffers."""
         for view, tensor in zip(self.views, tensors, strict=True):
             view.copy_(tensor)
 
     @torch.no_grad()
-    def scatter(self, tensors: Iterable[Tensor]) -> None:
+    def unpack(self, tensors: Iterable[Tensor]) -> None:
         """Copy the buffers into tensors."""
         for view, tensor in zip(self.views, tensors, strict=True):
             tensor.copy_(view)
@@ -76,10 +78,10 @@ class FlatBuffer:
     @torch.no_grad()
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors by their means over all ranks.  Every rank takes part."""
-        self.gather(tensors)
+        self.pack(tensors)
         for buffer in self.buffers:
             dist.all_reduce(buffer)
-        self.scatter(tensors)
+        self.unpack(tensors)
         for tensor in tensors:
             tensor /= dist.get_world_size()
 

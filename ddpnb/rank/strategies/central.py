@@ -46,16 +46,16 @@ class Central(Strategy):
             # backward; the weight b_i / B makes the sum over ranks a mean over samples
             (batch.weight * micro_batch.share * loss).backward()
         # communicate: rank 0 gets the sum; every rank takes part
-        flat.gather_gradients()
+        flat.pack_gradients()
         for buffer in flat.buffers:
             dist.reduce(buffer, dst=0)
         # update: only rank 0
         if worker.rank == 0:
-            flat.scatter_gradients(self.held)
-            worker.update(self.optimizer)
-            flat.gather(self.held)
+            flat.unpack_gradients(self.held)
+            self.optimizer.step()
+            flat.pack(self.held)
         # communicate: rank 0 sends the parameters; every rank takes part
         for buffer in flat.buffers:
             dist.broadcast(buffer, src=0)
-        flat.scatter(flat.tensors)
+        flat.unpack(flat.tensors)
         return worker.mean_loss

@@ -86,7 +86,7 @@ class DataParallel(Strategy):
             # backward; communicate: then the first replica sums the gradients of all replicas
             (micro_batch.share * loss).backward()
         # update: only the first replica, because the next step overwrites the other replicas
-        worker.update(self.optimizer)
+        self.optimizer.step()
         return worker.mean_loss
 
     def loss_of(self, batch: Batch) -> Tensor:

@@ -11,11 +11,12 @@ With ``hook``, one of torch's hooks compresses the gradients before DDP sends th
     bf16        sends bfloat16: half the bytes and the range of float32, 8 bits of precision
 
 Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
-PVLDB 13(12), 2020.
+PVLDB 13(12), 2020 (arXiv:2006.15704).
 
-- Messages per step: one all-reduce for each bucket of gradients (25 MB). DDP sends a bucket while
-  the backward pass computes the next bucket. If the model has buffers (BatchNorm's statistics),
-  rank 0 also broadcasts these buffers.
+- Messages per step: one all-reduce for each bucket of gradients. DDP sends a bucket while the
+  backward pass computes the next bucket. By default, DDP closes the first bucket at 1 MB and the
+  others at 25 MB. With ``find_unused_parameters``, DDP also sends one number per parameter. If the
+  model has buffers (BatchNorm's statistics), rank 0 also broadcasts these buffers.
 - Bytes sent per step and rank, with N ranks: 2 (N - 1) / N * S. S is the size of all gradients in
   bytes, after compression. Bytes of buffers are not counted.
 """
@@ -59,7 +60,7 @@ class DdpStrategy(Strategy):
                 # backward; at the same time, communicate: DDP all-reduces each bucket of gradients
                 (weight * micro_batch.share * loss).backward()
         # update: the same on every rank (in zero, each rank updates its part and sends it)
-        worker.update(self.optimizer)
+        self.optimizer.step()
         return worker.mean_loss
 
 
@@ -68,7 +69,7 @@ class Ddp(DdpStrategy):
     """Torch's ``DistributedDataParallel`` on the default process group.
 
     Args:
-        bucket_cap_mb: Maximum MB of gradients in one message.
+        bucket_cap_mb: DDP closes a bucket if it has this many MB. A bucket may be larger.
         hook: Compression of the gradients: ``none``, ``fp16`` or ``bf16``.
         find_unused_parameters: True if some parameters may be unused in a step.
     """
@@ -80,6 +81,7 @@ class Ddp(DdpStrategy):
         hook: str = "none",
         find_unused_parameters: bool = False,
     ) -> None:
+        # None: the first bucket closes at 1 MB. 25.0 would let it grow to 25 MB.
         self.cap_mb = None if bucket_cap_mb == DEFAULT_CAP_MB else bucket_cap_mb
         self.hook = hook
         self.finds_unused = find_unused_parameters
@@ -93,5 +95,5 @@ class Ddp(DdpStrategy):
 
 
 def _bf16(state: Any, bucket: GradBucket) -> Future[Tensor]:
-    """Call torch's hook, which DDP rejects with gloo, although gloo can sum bfloat16."""
+    """Call torch's hook. DDP rejects the hook's own name if torch has no NCCL."""
     return bf16_compress_hook(state, bucket)

@@ -6,8 +6,8 @@ g_i is the gradient of the mean loss over rank i's b_i samples. The global batch
 update is the same as in ``ddp``, but without buckets. Each rank sends all gradients at once, after
 the backward pass.
 
-Reference: Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 4; Li et al., "PyTorch
-Distributed", PVLDB 13(12), 2020, section 3.2.1 (the naive solution).
+Reference: Goyal et al., "Accurate, Large Minibatch SGD", 2017 (arXiv:1706.02677), section 4; Li et
+al., "PyTorch Distributed", PVLDB 13(12), 2020 (arXiv:2006.15704), section 3.2.1 (naive solution).
 
 - Messages per step and dtype: one all-reduce of all gradients.
 - Bytes sent per step and rank, with N ranks: 2 (N - 1) / N * S. S is the size of all gradients and
@@ -38,13 +38,13 @@ class DdpByHand(Strategy):
             loss = worker.loss(micro_batch)  # forward
             # backward; the weight b_i / B makes the sum over ranks a mean over samples
             (batch.weight * micro_batch.share * loss).backward()
+        self.flat.pack_gradients()
         # communicate: every rank takes part
-        self.flat.gather_gradients()
         for buffer in self.flat.buffers:
             self.all_reduce(buffer)
-        self.flat.scatter_gradients(worker.parameters)
+        self.flat.unpack_gradients(worker.parameters)
         # update: the same on every rank
-        worker.update(self.optimizer)
+        self.optimizer.step()
         return worker.mean_loss
 
     def all_reduce(self, buffer: Tensor) -> None:

@@ -70,9 +70,9 @@ class DdpOverlapByHand(Strategy):
             for work in works:
                 assert work is not None, "this rank is in the group"
                 work.wait()
-            flat.scatter_gradients(bucket)
+            flat.unpack_gradients(bucket)
         # update: the same on every rank
-        worker.update(self.optimizer)
+        self.optimizer.step()
         return worker.mean_loss
 
     def finish(self) -> nn.Module:
@@ -99,7 +99,7 @@ class DdpOverlapByHand(Strategy):
         The rank sends zeros for parameters without a gradient.
         """
         flat = self.flat[len(self.sent)]
-        flat.gather_gradients()
+        flat.pack_gradients()
         self.sent.append([dist.all_reduce(each, async_op=True) for each in flat.buffers])
 
 

@@ -9,17 +9,17 @@
 g_i is the gradient of the mean loss over rank i's part of the global batch. a is the outer learning
 rate and m is the outer momentum. With a = 1 and m = 0, DiLoCo is the same as ``local-sgd``.
 
-If d is the same in every round, v approaches d / (1 - m). Then an outer step approaches d with a
-gain of a / (1 - m). With H = 500, as in the paper, d hardly resembles the previous d, so a = 0.7
-and m = 0.9 work well. If H is small, d is similar to the previous d, and the paper's gain of 7 acts
-like a learning rate that is 7 times higher. The defaults, for H = 8, have a gain of 1. With the
-defaults, outer steps are as large as in ``local-sgd``, but smoothed over 1 / (1 - m) = 2 rounds.
+A round is H steps and one outer step. If d is the same in every round, v grows to d / (1 - m), and
+an outer step to a / (1 - m) times d. This factor is the gain. The gain is 7 in the paper, which has
+H = 500, and 1 with the defaults here, which are for H = 8. With a small H, a gain of 7 acts like a
+learning rate that is 7 times higher. With the defaults, 75 % of an outer step come from this
+round's d, and 25 % from earlier rounds.
 
 If the last round has fewer than H steps, it ends with the plain mean of the weights. An outer step
-would add the full momentum to this round, and no later round would correct the error.
+would add momentum from earlier, longer rounds, and would move the weights too far.
 
 Reference: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
-2023, algorithm 1: ``diloco:every=500,outer_lr=0.7,outer_momentum=0.9``.
+2023 (arXiv:2311.08105), algorithm 1: ``diloco:every=500,outer_lr=0.7,outer_momentum=0.9``.
 
 Messages and bytes are the same as in ``local-sgd``. Ranks average all weights, and then each rank
 computes the outer step.
@@ -54,9 +54,10 @@ class DiLoCo(LocalSgd):
     def setup(self, worker: Worker) -> None:
         """Create the inner and the outer optimizer. Every rank creates the same outer optimizer."""
         super().setup(worker)
-        self.agreed = [nn.Parameter(p.detach().clone()) for p in worker.parameters]
+        # w: the weights after the last outer step
+        self.shared = [nn.Parameter(p.detach().clone()) for p in worker.parameters]
         self.outer = torch.optim.SGD(
-            self.agreed,
+            self.shared,
             lr=self.outer_lr,
             momentum=self.outer_momentum,
             nesterov=self.outer_momentum > 0,
@@ -64,12 +65,12 @@ class DiLoCo(LocalSgd):
         worker.optimizers.append(self.outer)
 
     @torch.no_grad()
-    def agree(self) -> None:
+    def end_round(self) -> None:
         """Take a step with the outer optimizer. Every rank takes part."""
         self.flat.average(self.flat.tensors)
         # The mean of w - w_i is w minus the mean of w_i.
-        for agreed, mean in zip(self.agreed, self.flat.tensors, strict=True):
-            agreed.grad = agreed - mean
-        self.worker.update(self.outer)
-        for agreed, parameter in zip(self.agreed, self.flat.tensors, strict=True):
-            parameter.copy_(agreed)
+        for shared, mean in zip(self.shared, self.flat.tensors, strict=True):
+            shared.grad = shared - mean
+        self.outer.step()
+        for shared, parameter in zip(self.shared, self.flat.tensors, strict=True):
+            parameter.copy_(shared)

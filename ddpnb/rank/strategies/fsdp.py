@@ -95,7 +95,7 @@ class Fsdp(Strategy):
             # backward; communicate: all-gather them again, and reduce-scatter the gradients
             (weight * micro_batch.share * loss).backward()
         # update: each rank updates its part of the parameters
-        worker.update(self.optimizer)
+        self.optimizer.step()
         return worker.mean_loss
 
     def finish(self) -> nn.Module:

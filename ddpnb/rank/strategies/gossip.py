@@ -53,7 +53,7 @@ class Gossip(Strategy):
             loss = worker.loss(micro_batch)  # forward
             (micro_batch.share * loss).backward()
         # update: each rank by itself
-        worker.update(self.optimizer)
+        self.optimizer.step()
         # communicate: this rank and its partner take part
         partner = partner_in_step(self.num_steps, rank=worker.rank, world_size=worker.world_size)
         if partner is not None:
@@ -68,7 +68,7 @@ class Gossip(Strategy):
 
     def average_with(self, partner: int) -> None:
         """Average the weights of two ranks. This rank and its partner take part."""
-        self.mine.gather(self.mine.tensors)
+        self.mine.pack(self.mine.tensors)
         exchange = [
             dist.P2POp(operation, buffer, partner)
             for operation, flat in ((dist.isend, self.mine), (dist.irecv, self.theirs))
@@ -78,7 +78,7 @@ class Gossip(Strategy):
             work.wait()
         for mine, theirs in zip(self.mine.buffers, self.theirs.buffers, strict=True):
             torch.add(mine, theirs, out=mine).div_(2)
-        self.mine.scatter(self.mine.tensors)
+        self.mine.unpack(self.mine.tensors)
 
 
 def partner_in_step(step: int, *, rank: int, world_size: int) -> int | None:

@@ -52,6 +52,6 @@ class Hogwild(AsynchronousStrategy):
         # update: in the shared memory, while other workers do the same
         worker.schedule_step = worker.version // worker.world_size
         with scaled_rate(self.optimizer, batch.weight):
-            worker.update(self.optimizer)
+            self.optimizer.step()
         self.exchange(batch.weight)
         return worker.mean_loss

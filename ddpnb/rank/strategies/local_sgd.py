@@ -3,10 +3,10 @@
     each step:         w_i  <-  w_i - lr * g_i(w_i)                      on each rank i
     every H-th step:   w_i  <-  (1 / N) * sum over ranks j of w_j        after that
 
-g_i is the gradient of the mean loss over rank i's part of the global batch. Each rank has a
-separate momentum. The momentum is not averaged. Every rank takes part.
+g_i is the gradient of the mean loss over rank i's part of the global batch. Each rank has its
+own optimizer state, which is never averaged. Every rank takes part in each average.
 
-Reference: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.
+Reference: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019 (arXiv:1805.09767).
 
 - Messages per dtype: one all-reduce of all weights in every H-th step. If ranks took steps after
   the last average, there is one more all-reduce at the end.
@@ -52,19 +52,20 @@ class LocalSgd(Strategy):
             loss = worker.loss(micro_batch)  # forward
             (micro_batch.share * loss).backward()
         # update: each rank without the others
-        worker.update(self.optimizer)
+        self.optimizer.step()
         # communicate: every rank takes part
         self.num_steps += 1
         if self.num_steps % self.every == 0:
-            self.agree()
+            self.end_round()
         return worker.mean_loss
 
     def finish(self) -> nn.Module:
         """Average the weights if ranks took steps after the last average. Every rank takes part."""
         if self.num_steps % self.every != 0:
+            # not end_round(), because diloco's short last round has no outer step
             self.flat.average(self.flat.tensors)
         return self.worker.model
 
-    def agree(self) -> None:
+    def end_round(self) -> None:
         """Average all weights. Every rank takes part."""
         self.flat.average(self.flat.tensors)

@@ -51,7 +51,7 @@ class NoComm(Strategy):
             loss = worker.loss(micro_batch)  # forward
             (micro_batch.share * loss).backward()
         # communicate: nothing
-        worker.update(self.optimizer)
+        self.optimizer.step()
         return worker.mean_loss
 
     def finish(self) -> nn.Module:

@@ -55,5 +55,5 @@ class Single(Strategy):
             loss = worker.loss(micro_batch)  # forward
             (micro_batch.share * loss).backward()
         # communicate: nothing, because there is only one worker
-        worker.update(self.optimizer)
+        self.optimizer.step()
         return worker.mean_loss
