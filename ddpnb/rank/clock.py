@@ -31,6 +31,7 @@ from ddpnb.compat.torch_internals import replaced_backward
 from ddpnb.protocol.messages import Parts, StepEvent
 from ddpnb.rank.collectives.intercept import Listener, listening
 from ddpnb.rank.collectives.table import Call
+from ddpnb.rank.device import synchronize
 
 Phase = Literal["data", "forward", "backward", "communication", "optimizer", "waiting"]
 """Name of a step's phase.  Phases never overlap.  Each phase is a field of ``messages.Parts``."""
@@ -40,21 +41,6 @@ Moment = Any
 
 MAX_PENDING = 8
 """Maximum number of steps that the Python thread may be ahead of a GPU."""
-
-
-def synchronize(device: torch.device) -> None:
-    """If the device is a GPU, wait until it has finished its work, so that a clock can be read."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Return the duration of a call in seconds, including the work that it starts on the device."""
-    synchronize(device)
-    began = time.perf_counter()
-    call()
-    synchronize(device)
-    return time.perf_counter() - began
 
 
 class Clock(Listener):
@@ -247,14 +233,12 @@ class _Pending(NamedTuple):
 class MeasuredClock(Clock):
     """Measures all steps of a run with the device's own clock.
 
-    The clock adds up the seconds of steps, because ``elapsed_time`` returns milliseconds as a
-    float32.  After a quarter of an hour, such a float32 has a resolution of only 0.1 ms
-    (torch.cuda.Event, CUDA's cudaEventElapsedTime).
+    The clock adds up the seconds of steps, because ``elapsed_time`` returns a float32 of
+    milliseconds.  After a quarter of an hour, its resolution is only 0.1 ms.
 
     A call that does not block is hidden from its start until the worker waits for it.  In DDP's
-    backward pass, C++ code waits for messages, and ddpnb cannot see these waits.  Their
-    communication counts as hidden until DDP issues the last message of the pass.  The rest of the
-    pass counts as exposed.
+    backward pass, C++ code waits, and ddpnb cannot see these waits.  The pass counts as hiding
+    communication until DDP issues its last message.  The rest of the pass counts as exposed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -294,7 +278,7 @@ class MeasuredClock(Clock):
         return self._finished()
 
     def stop(self) -> list[StepEvent]:
-        """Wait until the device has done its work; return the remaining finished steps."""
+        """Wait until the device is done; return the remaining steps."""
         synchronize(self._device)
         return self._finished()
 

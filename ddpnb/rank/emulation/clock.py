@@ -6,8 +6,7 @@ are issued after half of the backward pass.
 
 A collective begins when the last of its ranks is ready and the link of the group is free.  A
 collective takes as long as its messages (see ``ddpnb.protocol.costs``).  A message between two
-ranks begins when the sender is ready.  The interceptor gets all calls, for example from DDP's C++
-code, from FSDP and from the user's own code.
+ranks begins when the sender is ready.
 """
 
 import contextlib

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpnb.protocol.trace import Chunks, CollectiveShown, CollectiveSpec
-from ddpnb.rank.clock import synchronize, timed
 from ddpnb.rank.connections import bytes_sent
+from ddpnb.rank.device import synchronize, timed
 
 NUM_TIMED = 7
 """Number of timed calls, after one untimed call.  ddpnb shows the median time."""

@@ -24,8 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpnb.protocol.devices import Compute, Devices
 from ddpnb.protocol.inspection import Bucket, CapReport, InspectSpec
 from ddpnb.protocol.trace import Lane, Span
-from ddpnb.rank.clock import Clock, MeasuredClock, Moment, seconds_between, synchronize
+from ddpnb.rank.clock import Clock, MeasuredClock, Moment, seconds_between
 from ddpnb.rank.collectives.flat import num_bytes
+from ddpnb.rank.device import synchronize
 from ddpnb.rank.emulation import ComputeTimes, Emulation, measured
 from ddpnb.rank.emulation.clock import VirtualClock
 from ddpnb.rank.inspection.subject import Subject, subject_of

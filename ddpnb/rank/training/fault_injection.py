@@ -23,7 +23,7 @@ from typing import final
 from ddpnb.protocol.devices import Compute
 from ddpnb.protocol.messages import Mark, MarkKind
 from ddpnb.protocol.notation import parse_kills, parse_slow
-from ddpnb.rank.clock import synchronize, timed
+from ddpnb.rank.device import synchronize, timed
 from ddpnb.rank.emulation import ComputeTimes
 from ddpnb.rank.training.run import Run
 from ddpnb.rank.worker import Batch, Worker

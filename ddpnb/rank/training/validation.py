@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ddpnb.protocol.devices import Compute
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, RunSpec
-from ddpnb.rank.clock import timed
+from ddpnb.rank.device import timed
 from ddpnb.rank.emulation import measured
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.training.evaluation import Score, score
