@@ -97,3 +97,12 @@ def split_step(result: object, call: str = STEP) -> tuple[Tensor, Mapping[str, N
     if type(result) is not dict:
         return loss, {}
     return loss, {name: each for name, each in result.items() if name != "loss"}
+
+
+def evaluated_loss(step: StepFunction, model: nn.Module, batch: Tree) -> Tensor:
+    """Return the loss of a batch.  Gradients are off, except in a user's step, which may need them.
+
+    For example, the loss may contain a gradient penalty.
+    """
+    with torch.set_grad_enabled(not isinstance(step, Supervised)):
+        return split_step(step(model, batch))[0]

@@ -8,17 +8,15 @@ Runs on the ranks.
 import copy
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import update_bn
 
 from ddpnb.compat.torch_internals import tree_map, tree_map_only
 from ddpnb.protocol.errors import UserError, kind_of
-from ddpnb.rank.tasks.base import CLASSIFY, Supervised, Task, split_step
-from ddpnb.rank.tasks.batches import Tree, moved, num_rows, permutation, shape_of
+from ddpnb.rank.tasks.base import CLASSIFY, Supervised, Task, evaluated_loss
+from ddpnb.rank.tasks.batches import moved, num_rows, permutation, shape_of
 
 MAX_SAMPLES = 10_000
 """Default maximum number of evaluated samples.  These samples are evenly spaced in the split."""
@@ -28,26 +26,6 @@ BATCHNORM_NOTE = (
     "samples before the evaluation. The training time does not include this estimate."
 )
 """Note in the results of a model for which ``estimate_batchnorm`` was called."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
-    """The result of evaluating a model on one split.  Numbers that are not known are NaN."""
-
-    loss: float = math.nan
-    """The mean loss over the samples."""
-    accuracy: float = math.nan
-    """The fraction of correctly predicted classes.  NaN if the loss is not the default loss
-    (cross-entropy), if targets are not class numbers, or if the task has other measures."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """The results of the task's ``validation_step`` and ``metric``."""
-    num_samples: int = 0
-    """Number of samples that were evaluated.  ``collate_fn`` may drop or add samples."""
-
-    @property
-    def is_known(self) -> bool:
-        """True if the score has a loss or an accuracy."""
-        return not math.isnan(self.loss) or not math.isnan(self.accuracy)
 
 
 @torch.no_grad()
@@ -60,11 +38,15 @@ def score(
     batch_size: int = _BATCH_SIZE,
     is_held_out: bool = True,
     has_loss: bool = True,
-) -> Score:
+) -> tuple[dict[str, float], int]:
     """Evaluate a model on up to ``max_samples`` samples of a split.
 
     On the training split, compute only the loss.  If ``has_loss`` is False, call only the
     task's ``validation_step`` and ``metric``.  Raise ``UserError`` if a measure is not a number.
+
+    Return the measures and the number of samples.  ``"loss"`` is the mean loss.  ``"accuracy"`` is
+    the fraction of correctly predicted classes, if the loss is the default loss (cross-entropy) and
+    the task has no other measures.  ``collate_fn`` may drop or add samples.
     """
     samples = task.held_out if is_held_out else task.train
     totals: dict[str, float] = {}
@@ -86,12 +68,7 @@ def score(
         outputs, targets = tree_map(_joined, *pairs)
         call = "metric(outputs, targets)"
         found |= _metrics_of(task.metric(outputs, targets), task.metric, call)
-    return Score(
-        loss=found.pop("loss", math.nan),
-        accuracy=found.pop("accuracy", math.nan),
-        metrics=found,
-        num_samples=num_samples,
-    )
+    return found, num_samples
 
 
 def _measured(
@@ -113,8 +90,7 @@ def _measured(
     if not has_loss or "loss" in numbers:
         return numbers, pair
     if not isinstance(task.step, Supervised):
-        with torch.enable_grad():  # a loss may contain gradients, such as a gradient penalty
-            return numbers | {"loss": split_step(task.step(model, batch))[0].item()}, pair
+        return numbers | {"loss": evaluated_loss(task.step, model, batch).item()}, pair
     inputs, targets = pair_of(batch)
     outputs = model(inputs) if outputs is None else outputs
     numbers["loss"] = task.step.loss(outputs, targets).item()
@@ -214,26 +190,18 @@ def estimate_batchnorm(
     chosen = permutation(len(task.train), seed)[:max_samples]
     num_batches = max(1, len(chosen) // min(batch_size, _BATCH_SIZE))
     batches = chosen.tensor_split(num_batches)  # avoids a last batch of one sample
-    before = {layer: copy.deepcopy(layer.state_dict()) for layer in _batchnorms(model)}
+    before = [(e, e.momentum, copy.deepcopy(e.state_dict())) for e in _batchnorms(model)]
+    was_training = model.training
+    model.train()
     try:
-        update_bn(
-            ((moved(task.train.fetch(each), device),) for each in batches), _Step(model, task)
-        )
+        for layer, *_ in before:
+            layer.reset_running_stats()
+            layer.momentum = None  # the mean over all batches
+        for each in batches:
+            evaluated_loss(task.step, model, moved(task.train.fetch(each), device))
     finally:
-        for layer, state in before.items():
+        model.train(was_training)
+        for layer, momentum, state in before:
+            layer.momentum = momentum
             if not layer.num_batches_tracked:
                 layer.load_state_dict(state)
-
-
-class _Step(nn.Module):
-    """A module that calls a task's step, for torch's ``update_bn``."""
-
-    def __init__(self, model: nn.Module, task: Task) -> None:
-        super().__init__()
-        self.model, self.task = model, task
-        self.train(model.training)
-
-    def forward(self, batch: Tree) -> None:
-        # A user's step may need gradients, e.g. for a gradient penalty.
-        with torch.set_grad_enabled(not isinstance(self.task.step, Supervised)):
-            self.task.step(self.model, batch)

@@ -37,9 +37,8 @@ from ddpnb.rank.training.agreement import disagreement
 from ddpnb.rank.training.evaluation import BATCHNORM_NOTE
 from ddpnb.rank.training.fault_injection import FaultInjector
 from ddpnb.rank.training.header import header_of
-from ddpnb.rank.training.judging import judged
 from ddpnb.rank.training.run import Publish, Run, Surroundings, load_run
-from ddpnb.rank.training.snapshots import Snapshots
+from ddpnb.rank.training.snapshots import Snapshots, judged
 from ddpnb.rank.worker import Activations, Worker, is_switched
 
 CEILING_SECONDS = 4.0

@@ -20,7 +20,7 @@ from ddpnb.protocol.notation import Choice, parse_strategy
 from ddpnb.rank.cancellation import is_consequence
 from ddpnb.rank.random_state import preserve_globals, seed_everything
 from ddpnb.rank.strategies.fsdp import layers_of
-from ddpnb.rank.tasks.base import LOSS, STEP, Supervised, split_step
+from ddpnb.rank.tasks.base import LOSS, STEP, Supervised, evaluated_loss, split_step
 from ddpnb.rank.tasks.batches import shape_of
 from ddpnb.rank.training.evaluation import number_of, pair_of
 from ddpnb.rank.training.run import Run
@@ -186,8 +186,7 @@ def check_loss(run: Run, worker: Worker) -> tuple[str, ...]:
     def loss_of(num: int = num_few, seed: int = 0, **chosen: int) -> float:
         seed_everything(seed)
         batch = run.first_batch(num, **chosen)
-        with torch.set_grad_enabled(not is_short):  # a step may need gradients
-            return split_step(step(worker.model, batch.tree))[0].item()
+        return evaluated_loss(step, worker.model, batch.tree).item()
 
     worker.model.eval()
     with preserve_globals(worker.device):

@@ -1,40 +1,49 @@
-"""Copies a run's model during training, for the run's held-out curve.  Runs on the ranks.
+"""Copies a run's model during training; evaluates the trained model and the copies afterwards.
 
 ddpnb makes a copy in one pass over the parameters.  If every step waits for all ranks, the clocks
 of all ranks are paused while the copy is made.  In an asynchronous run, rank 0 makes the copy
 between two of its steps, and the other workers continue to train.  In this case, copying counts as
-training time.  The copies are evaluated after the training, so no worker waits for an evaluation.
+training time.  Rank 0 evaluates the copies after the training, so no worker waits for an
+evaluation.  If an evaluation fails or is interrupted, the results of the training are kept.
 
 A copy made after a step is the model that the run would return if the run ended after this step.
 If ranks average weights, a copy contains the mean of all ranks' weights.  Otherwise a copy contains
-the server's parameters, or rank 0's parameters if there is no server.
+the server's parameters, or rank 0's parameters if there is no server.  Runs on the ranks.
 """
 
+import contextlib
 import copy
+import io
 import math
-from typing import Any, NamedTuple, final
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
+from ddpnb.protocol.errors import summary_of
+from ddpnb.protocol.messages import Evaluating, Evaluation, RunReport
+from ddpnb.protocol.processes import atomic_write
 from ddpnb.rank.collectives.flat import FlatBuffer
 from ddpnb.rank.strategies.base import State, Strategy
 from ddpnb.rank.tasks.batches import Shard
-from ddpnb.rank.training.evaluation import has_batchnorm
+from ddpnb.rank.training.evaluation import (
+    MAX_SAMPLES,
+    estimate_batchnorm,
+    has_batchnorm,
+    score,
+)
 from ddpnb.rank.training.run import Run
 from ddpnb.rank.worker import Worker, state_of
 
 MAX_BYTES = 1_000_000_000
 """Maximum size in bytes of all copies that a rank keeps in the host's memory."""
-
-
-class Snapshot(NamedTuple):
-    """A copy of the model, made after one of the run's steps."""
-
-    num_samples: int
-    """Number of samples that all workers had trained on when the copy was made."""
-    seconds: float
-    state: dict[str, Any]
+MAX_ON_THE_WAY = 2_000
+"""Default maximum number of held-out samples on which a copy of the model is evaluated."""
+LEAST_ESTIMATED = 500
+"""Minimum number of samples for BatchNorm's statistics, even if fewer samples are evaluated."""
 
 
 @final
@@ -52,8 +61,9 @@ class Snapshots:
         self._num_steps = run.schedule.num_steps
         self._is_mean = plan.averages_weights and plan.synchronous
         self._is_kept = rank == 0 or self._is_mean
-        self.kept: list[Snapshot] = []
-        """The copies that have not been evaluated yet."""
+        self.kept: list[tuple[int, float, State]] = []
+        """The copies that have not been evaluated yet.  Each copy has the number of samples that
+        all workers had trained on when the copy was made, and the seconds of training."""
         self.is_estimated = (
             plan.averages_weights and plan.num_workers > 1 and has_batchnorm(worker.model)
         )
@@ -84,17 +94,17 @@ class Snapshots:
         """Replace each copy by the mean of all ranks' copies.  Every rank takes part."""
         model = self._worker.model
         places = dict(model.named_parameters(remove_duplicate=False))  # all names of tied weights
-        for snapshot in self.kept if self._is_mean else ():
-            names = [name for name in places if name in snapshot.state]
+        for _, _, state in self.kept if self._is_mean else ():
+            names = [name for name in places if name in state]
             buffer = FlatBuffer([places[name] for name in names])
-            buffer.average([snapshot.state[name] for name in names])
+            buffer.average([state[name] for name in names])
 
     @torch.no_grad()
     def _copy(self, shard: Shard) -> None:
         state = self._strategy.snapshot()
         if self._is_kept:
             seconds = self._run.clock.seconds
-            self.kept.append(Snapshot(self._num_samples(shard), seconds, copied(state)))
+            self.kept.append((self._num_samples(shard), seconds, copied(state)))
 
     def _num_samples(self, shard: Shard) -> int:
         """Return the number of samples that all workers have trained on after a step on ``shard``.
@@ -103,13 +113,13 @@ class Snapshots:
         have no work queue, all shards up to this shard count as done.
         """
         run, world_size = self._run, self._worker.world_size
-        step, part = shard.step + 1, 0
+        num_shards = (shard.step + 1) * world_size
         if not run.plan.synchronous:
             queue = self._strategy.queue
-            done = shard.step * world_size + 1 if queue is None else queue.num_shards_done
-            step, part = divmod(done, world_size)
-        in_part = run.schedule.size(step) * part // world_size
-        return run.schedule.num_samples_before(step) + in_part
+            num_shards = shard.step * world_size + 1 if queue is None else queue.num_shards_done
+        step, num_in_step = divmod(num_shards, world_size)
+        size = run.schedule.size(step)
+        return run.schedule.num_samples_before(step) + size * num_in_step // world_size
 
     def _due_after(self, num_steps: int) -> float:
         return (num_steps // self._every + 1) * self._every if self._every else math.inf
@@ -151,3 +161,116 @@ def load_state(model: nn.Module, state: State) -> None:
             path, _, key = name.rpartition(".")
             setattr(model.get_submodule(path), key, state[name].to(buffer.device, copy=True))
     model.load_state_dict(state, strict=False)
+
+
+# -- the evaluation on rank 0 ----------------------------------------------------------------
+
+
+def judged(
+    model: nn.Module,
+    run: Run,
+    snapshots: Snapshots,
+    keep: Callable[[nn.Module], None],
+    should_stop: Callable[[], bool],
+) -> RunReport:
+    """Evaluate the model of a run, and return the run's report with the scores.
+
+    ``keep`` is called with the model before the evaluation.  Then each copy is loaded into the
+    model, evaluated and dropped.  If ``should_stop`` returns True, later copies are skipped.
+    """
+    began, num_done, num_all = time.monotonic(), 0, 2 + len(snapshots.kept)
+
+    def evaluate(split: str, max_samples: int = MAX_SAMPLES) -> tuple[dict[str, float], int]:
+        """Publish that an evaluation begins, and evaluate the model on a split."""
+        nonlocal num_done
+        run.publish(Evaluating(num_done, num_all, time.monotonic() - began))
+        num_done += 1
+        failed = f"could not evaluate the model on {split} samples" if run.is_evaluated else ""
+        found: tuple[dict[str, float], int] = ({}, 0)
+        with _marked(run, failed):
+            found = score(
+                model.eval(),
+                run.task,
+                run.device,
+                max_samples=run.spec.eval_samples or max_samples,
+                batch_size=run.spec.batch_size,
+                is_held_out=split == "held-out",
+                has_loss=run.has_loss,
+            )
+        return found
+
+    if snapshots.is_estimated:
+        _estimate_batchnorm(model, run)
+    keep(model)
+    _save(model, run)
+    report = run.report()
+    try:
+        held_out, num_held_out = evaluate("held-out")
+        loss, accuracy = _known(held_out)
+        report = replace(
+            report,
+            held_out_loss=loss,
+            held_out_accuracy=accuracy,
+            held_out_metrics=held_out,
+            num_held_out=num_held_out,
+        )
+        report = replace(report, final_loss=_known(evaluate("training")[0])[0])
+        curve = []
+        is_known = not math.isnan(loss) or not math.isnan(accuracy)
+        left = snapshots.kept if is_known and not run.was_stopped else []
+        with _marked(run, "could not compute the held-out curve"):
+            while left and not should_stop():
+                num_samples, seconds, state = left.pop(0)
+                load_state(model, state)
+                if snapshots.is_estimated:
+                    _estimate_batchnorm(model, run)
+                loss, accuracy = _known(evaluate("held-out", MAX_ON_THE_WAY)[0])
+                if math.isnan(loss) and math.isnan(accuracy):
+                    break
+                curve.append(Evaluation(num_samples, seconds, loss, accuracy))
+        report = replace(report, evaluations=tuple(curve))
+    except KeyboardInterrupt:
+        report = replace(report, evaluation_was_cut=True)
+    return report
+
+
+def _known(measures: dict[str, float]) -> tuple[float, float]:
+    """Remove the loss and the accuracy from measures, and return them; NaN if not measured."""
+    return measures.pop("loss", math.nan), measures.pop("accuracy", math.nan)
+
+
+def _estimate_batchnorm(model: nn.Module, run: Run) -> None:
+    spec = run.spec
+    with _marked(run, "could not estimate BatchNorm's statistics"):
+        estimate_batchnorm(
+            model,
+            run.task,
+            run.device,
+            batch_size=spec.batch_size,
+            seed=spec.seed,
+            max_samples=max(spec.eval_samples or MAX_SAMPLES, LEAST_ESTIMATED),
+        )
+
+
+@contextlib.contextmanager
+def _marked(run: Run, failed: str) -> Iterator[None]:
+    """Catch errors of the user's code.  Publish a mark with ``failed`` if it is not empty."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  the user's model, loss or data may raise anything
+        if failed:
+            run.mark(f"{failed} ({summary_of(error)})")
+
+
+def _save(model: nn.Module, run: Run) -> None:
+    """Save the trained weights if the user has named a file; publish a mark if saving fails."""
+    path = run.spec.model_file
+    if path is None:
+        return
+    content = io.BytesIO()
+    torch.save(model.state_dict(), content)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, content.getbuffer())
+    except OSError as error:
+        run.mark(f"could not save the weights ({error.strerror or error})")

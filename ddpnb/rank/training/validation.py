@@ -19,7 +19,7 @@ from ddpnb.protocol.messages import Checked, RunSpec
 from ddpnb.rank.device import timed
 from ddpnb.rank.emulation import measured
 from ddpnb.rank.random_state import preserve_globals
-from ddpnb.rank.training.evaluation import Score, score
+from ddpnb.rank.training.evaluation import score
 from ddpnb.rank.training.fault_injection import measure_compute_seconds
 from ddpnb.rank.training.model_checks import (
     OF_STRATEGIES,
@@ -74,8 +74,8 @@ def _checked(run: Run, num_calls: Callable[[], int]) -> Checked:
         notes = check_loss(run, worker)
         result = replace(_with_times(result, run, worker), notes=notes)
     if run.is_evaluated:
-        found, seconds = _evaluated(run, worker, batch)
-        has_accuracy = not math.isnan(found.accuracy)
+        measures, seconds = _evaluated(run, worker, batch)
+        has_accuracy = not math.isnan(measures.get("accuracy", math.nan))
         result = replace(result, has_accuracy=has_accuracy, seconds_per_judged=seconds)
     if num_calls() > num_before:
         raise UserError(
@@ -148,10 +148,10 @@ def _take_step(run: Run, worker: Worker) -> Batch:
     return batch
 
 
-def _evaluated(run: Run, worker: Worker, batch: Batch) -> tuple[Score, float]:
+def _evaluated(run: Run, worker: Worker, batch: Batch) -> tuple[dict[str, float], float]:
     """Evaluate the model on a few samples of each split, to find errors before the training.
 
-    Return the score on held-out samples, and the seconds per sample in a batch of the usual size.
+    Return the measures of held-out samples, and the seconds per sample in a usual batch.
     Afterwards the worker's model is in evaluation mode.
     """
     has_loss = run.has_loss
@@ -160,7 +160,7 @@ def _evaluated(run: Run, worker: Worker, batch: Batch) -> tuple[Score, float]:
     for is_held_out in (False, True):  # two batches, to test joining their outputs
         split = "test" if is_held_out else "train"
         with attempt(f"Evaluating the model on data({split!r}) failed", WITHOUT_GRADIENTS):
-            found = judge(batch_size=num, max_samples=2 * num, is_held_out=is_held_out)
+            found, _ = judge(batch_size=num, max_samples=2 * num, is_held_out=is_held_out)
     usual = min(run.usual_batch().num_samples, len(run.task.held_out))
     again = partial(judge, batch_size=usual, max_samples=usual)
     return found, min(timed(again, worker.device) for _ in range(2)) / usual
