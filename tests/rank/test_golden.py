@@ -18,7 +18,7 @@ import pytest
 
 from ddpnb.protocol.catalogue import STRATEGIES
 from tests.rank.ranks import Ranks
-from tests.rank.runs import losses, spec_of, train_job
+from tests.rank.runs import losses, spec_of, total_losses, train_job
 
 VALUES = Path(__file__).with_name("golden.json")
 OPTIONS = {"local-sgd": "local-sgd:every=2", "diloco": "diloco:every=2"}
@@ -119,6 +119,25 @@ def test_losses_are_the_stored_ones(ranks, case, strategy):
     assert len(found["evaluations"]) == len(expected["evaluations"])
     for mine, theirs in zip(found["evaluations"], expected["evaluations"], strict=True):
         assert mine == pytest.approx(theirs, abs=1e-6)
+
+
+LIKE_SINGLE = [
+    *("dp", "ddp", "ddp:bucket_cap_mb=0.01", "ddp:find_unused_parameters=on", "ddp-by-hand"),
+    *("ddp-overlap-by-hand", "ring-by-hand", "central", "zero", "fsdp", "fsdp:reshard=off"),
+]
+"""Strategies that make the same updates as ``single``."""
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 4, 5, 8])
+def test_losses_are_those_of_one_process_on_any_number_of_ranks(ranks, num_ranks):
+    """The last batch, of 7 samples, is divided unevenly or dropped."""
+    alone, *others = (
+        total_losses(ranks(num_ranks).call(train_job, spec_of(name, eval_every=0.0, **OWN)))
+        for name in ("single", *LIKE_SINGLE)
+    )
+    assert len(alone) == (6 if num_ranks == 8 else 8)
+    for name, found in zip(LIKE_SINGLE, others, strict=True):
+        assert found == pytest.approx(alone, abs=1e-6), name
 
 
 EXPECTED = json.loads(VALUES.read_text())
