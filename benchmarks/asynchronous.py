@@ -74,7 +74,7 @@ def _ready_worker(state: RankState, folder: Path, num_floats: int, num_steps: in
         rank=state.rank,
         world_size=2,
         local_world_size=2,
-        num_parts=2,
+        num_shards=2,
         num_steps=num_steps,
         folder=folder,
         name=f"bench-{next(_numbers)}",
@@ -128,7 +128,7 @@ def rate(state: RankState, folder: Path, strategy: str, sleeps: float) -> tuple[
         rank=state.rank,
         world_size=2,
         local_world_size=2,
-        num_parts=2,
+        num_shards=2,
         num_steps=NUM_SYNCHRONOUS_STEPS if strategy == "ddp" else order.num_steps,
         folder=folder,
         name=f"bench-{next(_numbers)}",
@@ -136,7 +136,7 @@ def rate(state: RankState, folder: Path, strategy: str, sleeps: float) -> tuple[
     if not strategy:
         return timed(
             plain(worker),
-            every_step(10**9, part=state.rank, num_parts=2),
+            every_step(10**9, index=state.rank, num_shards=2),
             task,
             order,
             sleeps * state.rank,

@@ -236,7 +236,7 @@ def _strategy(device: torch.device, folder: Path, timer: Clock | None) -> Strate
             rank=0,
             world_size=1,
             local_world_size=1,
-            num_parts=1,
+            num_shards=1,
             num_steps=1,
             folder=folder,
             name="bench",

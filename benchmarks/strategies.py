@@ -115,7 +115,7 @@ class Trainer:
                 rank=rank,
                 world_size=NUM_RANKS,
                 local_world_size=NUM_RANKS,
-                num_parts=NUM_RANKS,
+                num_shards=NUM_RANKS,
                 num_steps=1,
                 folder=folder,
                 name="bench",

@@ -53,7 +53,7 @@ rank/servers/queue.py
 tests/unit/rank/test_servers.py -k lost_once
 
 a sum in shared memory leaves out one of four ranks
-rank/collectives/sums.py
+rank/collectives/shared_memory.py
 - for rank in around[1:]:
 + for rank in around[1:3]:
 tests/rank/test_shared_sum.py

@@ -108,12 +108,12 @@ def _recv(size: float, num: int, place: int) -> Cost:
 
 
 def _ring_reduce(size: float, num: int, place: int) -> Cost:
-    around, part = 2 * (num - 1) * size / num, size / num
+    around, chunk = 2 * (num - 1) * size / num, size / num
     return Cost(
         2 * (num - 1),
         around,
-        sent=(num - 1) * part + (part if place else 0),
-        received=(num - 1) * part + (0 if place else (num - 1) * part),
+        sent=(num - 1) * chunk + (chunk if place else 0),
+        received=(num - 1) * chunk + (0 if place else (num - 1) * chunk),
     )
 
 
@@ -249,10 +249,10 @@ def algorithm_of(name: str, backend: str = "") -> Algorithm | None:
 # -- exchanges during a phase that computes ------------------------------------------------
 
 Ready = tuple[float, float]
-"""The times, in seconds, at which the first and the last part of a rank's data are ready."""
+"""The times, in seconds, at which the first and the last byte of a rank's data are ready."""
 
 
-def num_parts(size: float, ready: Ready) -> int:
+def num_buckets(size: float, ready: Ready) -> int:
     """Return the number of buckets of an exchange; 1 if all bytes are ready at once."""
     return max(1, math.ceil(size / BUCKET_BYTES)) if ready[1] > ready[0] else 1
 
@@ -260,14 +260,14 @@ def num_parts(size: float, ready: Ready) -> int:
 def in_turn(
     seconds: float, number: int, ready: Sequence[Ready], free: float
 ) -> list[tuple[float, float]]:
-    """Return the begin and end of each part of a collective.
+    """Return the begin and end of each bucket of a collective.
 
-    Each part takes ``seconds``.  A part begins when the part is ready on all ranks and the link has
-    sent the previous part.  The link is available from time ``free``.
+    Each bucket takes ``seconds``.  A bucket begins when it is ready on all ranks and the link has
+    sent the previous bucket.  The link is available from time ``free``.
     """
     found = []
-    for part in range(1, number + 1):
-        last_ready = max(first + (last - first) * part / number for first, last in ready)
+    for bucket in range(1, number + 1):
+        last_ready = max(first + (last - first) * bucket / number for first, last in ready)
         begin = max(last_ready, free)
         free = begin + seconds
         found.append((begin, free))

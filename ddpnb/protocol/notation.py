@@ -69,7 +69,7 @@ def _parse(kind: str, text: str, entries: Mapping[str, Entry]) -> Choice:
 
 def _split(text: str) -> tuple[str, dict[str, str]]:
     name, colon, rest = text.partition(":")
-    pairs = [part.partition("=") for part in rest.split(",")] if colon else []
+    pairs = [word.partition("=") for word in rest.split(",")] if colon else []
     if any(not key or not equals for key, equals, _ in pairs):
         raise UserError(f"Write options as {name}:option=value,option=value, not {text}.")
     given = {key: value for key, _, value in pairs}
@@ -96,8 +96,8 @@ def parse_ranks(text: str | None, world_size: int) -> tuple[int, ...]:
     if text is None or text.strip() in ("", "all"):
         return tuple(range(world_size))
     ranks: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.strip().partition("-")
+    for word in text.split(","):
+        first, _, last = word.strip().partition("-")
         try:
             numbers = range(int(first), int(last or first) + 1)
             ranks |= set(numbers[:1000])  # a typing error may name millions of ranks
@@ -117,13 +117,13 @@ def parse_ranks(text: str | None, world_size: int) -> tuple[int, ...]:
 
 def format_ranks(ranks: Iterable[int]) -> str:
     """Return a set of ranks in the short notation: ``"0,2-3"``."""
-    parts: list[list[int]] = []
+    spans: list[list[int]] = []
     for rank in sorted(ranks):
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1][1:] = [rank]
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1][1:] = [rank]
         else:
-            parts.append([rank])
-    return ",".join("-".join(map(str, part)) for part in parts)
+            spans.append([rank])
+    return ",".join("-".join(map(str, span)) for span in spans)
 
 
 def spoken_ranks(ranks: Collection[int]) -> str:
@@ -192,8 +192,12 @@ class Slow:
     """The description for users: ``"3x slower"``."""
 
 
-def parse_slow(text: str) -> Slow:
-    """Parse ``1:3x`` or ``1:50ms``."""
+def parse_slow(texts: Iterable[str]) -> tuple[Slow, ...]:
+    """Parse strings such as ``1:3x`` or ``1:50ms``."""
+    return tuple(map(_parse_slow, texts))
+
+
+def _parse_slow(text: str) -> Slow:
     rank, _, amount = text.partition(":")
     factor, seconds = parse_quantity(amount, {"x": 1.0}), parse_quantity(amount, SECONDS)
     if rank.isdecimal() and 1 < factor <= MAX_FACTOR:

@@ -96,10 +96,10 @@ class Option:
         if self.most_values == 1 or given is None:
             return self._read_one(name, given)
         texts = [given] if isinstance(given, str) or not isinstance(given, Iterable) else given
-        parts: list[Any] = []
+        words: list[Any] = []
         for each in texts:
-            parts += each.split(",") if isinstance(each, str) else [each]
-        values = tuple(self._read_one(name, part) for part in parts)
+            words += each.split(",") if isinstance(each, str) else [each]
+        values = tuple(self._read_one(name, word) for word in words)
         if twice := [value for value in values if values.count(value) > 1]:
             raise UserError(f"{name} has the value {twice[0]} twice. Write each value once.")
         if len(values) > self.most_values or (self.default and not values):

@@ -159,8 +159,7 @@ class TrainingSpec:
                 f"or name a task with --task ({', '.join(TASKS)})."
             )
         check_options(self)
-        for text in self.slow:
-            parse_slow(text)
+        parse_slow(self.slow)
         parse_kills(self.kill)
         if self.emulated is not None and self.min_seconds:  # the devices are parsed
             raise UserError(

@@ -103,7 +103,7 @@ class Worker:
     world_size: int
     local_world_size: int
     """The number of ranks on this host."""
-    num_parts: int
+    num_shards: int
     """The number of ranks that share each global batch: all ranks, or only this rank."""
     num_steps: int
     """The number of global batches to train on."""
@@ -156,8 +156,8 @@ class Worker:
 
     def shard(self, number: int) -> Shard:
         """Return the shard with this number.  The work queue gives shards by ascending number."""
-        step, part = divmod(number, self.world_size)
-        return Shard(step=step, part=part, num_parts=self.world_size)
+        step, index = divmod(number, self.world_size)
+        return Shard(step=step, index=index, num_shards=self.world_size)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the autocast context for computing the model and the loss."""

@@ -22,7 +22,7 @@ from ddpnb.protocol.costs import (
     Ready,
     algorithm_of,
     in_turn,
-    num_parts,
+    num_buckets,
 )
 from ddpnb.protocol.devices import FORWARD_SHARE, Compute
 from ddpnb.protocol.errors import UserError, one_of
@@ -211,7 +211,7 @@ def _in_buckets(
         now = begun + share * backward
         end = backward + work.wrapper_seconds
         ready: Ready = (begun, now) if work.overlaps else (end, end)
-        number = num_parts(size, ready) if work.num_trained_bytes else 1
+        number = num_buckets(size, ready) if work.num_trained_bytes else 1
         _, free = in_turn(case.exchange(collective, size / number), number, [ready], free)[-1]
     return compute - backward + max(now, free)
 

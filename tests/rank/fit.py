@@ -138,7 +138,7 @@ def by_hand(problem: Problem, num_ranks: int = 1) -> Fit:
     model, (inputs, targets), order = problem.build(), problem.data(), problem.order(num_ranks)
     optimizer = problem.factory()([p for p in model.parameters() if p.requires_grad])
     reports = []
-    for shard in every_step(order.num_steps, part=0, num_parts=1):
+    for shard in every_step(order.num_steps, index=0, num_shards=1):
         indices = order.indices(shard)
         loss = nn.functional.mse_loss(model(inputs[indices]), targets[indices])
         optimizer.zero_grad()

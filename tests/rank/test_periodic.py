@@ -23,7 +23,7 @@ def trained_apart(problem: Problem, num_ranks: int, meet) -> Fit:
     order, (inputs, targets) = problem.order(num_ranks), problem.data()
     for step in range(order.num_steps):
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            indices = order.indices(Shard(step=step, part=rank, num_parts=num_ranks))
+            indices = order.indices(Shard(step=step, index=rank, num_shards=num_ranks))
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(inputs[indices]), targets[indices]).backward()
             optimizer.step()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ddpnb.compat import torch_internals
-from ddpnb.rank.collectives.sums import SharedSums
+from ddpnb.rank.collectives.shared_memory import SharedSums
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 

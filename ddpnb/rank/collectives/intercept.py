@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch.distributed as dist
 
@@ -27,6 +27,13 @@ from ddpnb.rank.collectives.table import METHODS, NO_ROOT, Call, Collective
 
 class Listener:
     """The base class of listeners.  ddpnb runs these methods for each call that this rank makes."""
+
+    hears_waits = hears_ends = False
+    """True if the class overrides ``waiting``, or ``ended``."""
+
+    def __init_subclass__(cls) -> None:
+        cls.hears_waits = cls.waiting is not Listener.waiting
+        cls.hears_ends = cls.ended is not Listener.ended
 
     def begin(self, call: Call) -> None:
         """Run before the backend gets a call.  To reject the call, a listener raises an error."""
@@ -52,21 +59,8 @@ class Listener:
 Heard = TypeVar("Heard", bound=Listener)
 
 
-class _Audience(NamedTuple):
-    """All listeners, and for each method, the listeners that override this method."""
-
-    every: tuple[Listener, ...] = ()
-    make: tuple[Listener, ...] = ()
-    waiting: tuple[Listener, ...] = ()
-    ended: tuple[Listener, ...] = ()
-
-    @property
-    def follows(self) -> bool:
-        """True if any listener overrides ``waiting`` or ``ended``."""
-        return bool(self.waiting or self.ended)
-
-
-_audience = _Audience()
+Listeners = tuple[Listener, ...]
+_listeners: Listeners = ()
 _kept: "deque[Exchange]" = deque(maxlen=64)
 """Work objects that stay alive until a caller waits, because C++ may hold only their C++ part."""
 
@@ -84,23 +78,15 @@ def listening(listener: Heard) -> Iterator[Heard]:
 
 def add(listener: Listener) -> None:
     """Add a listener for all later calls.  Listeners run in the order in which they were added."""
+    global _listeners
     install()
-    _seat((*_audience.every, listener))
+    _listeners = (*_listeners, listener)
 
 
 def remove(listener: Listener) -> None:
     """Remove a listener that ``add`` has added."""
-    _seat([each for each in _audience.every if each is not listener])
-
-
-def _seat(every: Sequence[Listener]) -> None:
-    global _audience
-
-    def hear(name: str) -> tuple[Listener, ...]:
-        silent = getattr(Listener, name)
-        return tuple(each for each in every if getattr(type(each), name) is not silent)
-
-    _audience = _Audience(tuple(every), hear("make"), hear("waiting"), hear("ended"))
+    global _listeners
+    _listeners = tuple(each for each in _listeners if each is not listener)
 
 
 @functools.cache
@@ -128,20 +114,20 @@ def _method(collective: Collective, original: Callable[..., Any]) -> Callable[..
     @torch_internals.not_compiled
     @functools.wraps(original)
     def method(group: Any, *arguments: Any, **options: Any) -> Any:
-        audience = _audience
+        listeners = _listeners
         settings = options.get("opts", arguments[-1] if arguments else None)
-        root = _root_of(collective, arguments, settings) if audience.every else None
+        root = _root_of(collective, arguments, settings) if listeners else None
         if root is None:  # no listener, or arguments that torch.distributed never passes
             return original(group, *arguments, **options)
         blocks = not getattr(settings, "asyncOp", True)
         call = Call(collective, group, arguments, root, is_blocking=blocks)
 
         def make() -> Any:
-            work = _made_by(audience, call)
+            work = _made_by(listeners, call)
             return original(group, *arguments, **options) if work is None else work
 
         with torch_internals.below_kernels():
-            return _followed(call, audience, make)
+            return _followed(call, listeners, make)
 
     return method
 
@@ -153,8 +139,8 @@ def _kernel(collective: Collective) -> Callable[..., Any]:
 
     @torch_internals.not_compiled
     def kernel(keys: Any, *arguments: Any) -> Any:
-        audience = _audience
-        if not audience.every:
+        listeners = _listeners
+        if not listeners:
             return backends_own(keys & below, *arguments)
         group = torch_internals.ProcessGroup.unbox(arguments[num])
         rest = arguments[num + 1 :]
@@ -166,25 +152,26 @@ def _kernel(collective: Collective) -> Callable[..., Any]:
 
         def make() -> Any:
             nonlocal made
-            work = _made_by(audience, call)
+            work = _made_by(listeners, call)
             made = (
                 backends_own(keys & below, *arguments)
                 if work is None
                 else (arguments[0], work.boxed())
             )
             boxed = made[-1] if isinstance(made, tuple) else made
-            is_followed = boxed is not None and (blocks or audience.ended) and audience.follows
-            return torch_internals.unboxed_work(boxed) if is_followed else None
+            is_followed = any(e.hears_ends or (blocks and e.hears_waits) for e in listeners)
+            has_work = is_followed and boxed is not None
+            return torch_internals.unboxed_work(boxed) if has_work else None
 
-        _followed(call, audience, make)
+        _followed(call, listeners, make)
         return made
 
     return kernel
 
 
-def _made_by(audience: _Audience, call: Call) -> Any:
+def _made_by(listeners: Listeners, call: Call) -> Any:
     """Return the work of a call that a listener makes, or None if no listener makes the call."""
-    return next((work for each in audience.make if (work := each.make(call)) is not None), None)
+    return next((work for each in listeners if (work := each.make(call)) is not None), None)
 
 
 def _root_of(collective: Collective, arguments: Sequence[Any], settings: Any) -> int | None:
@@ -194,41 +181,42 @@ def _root_of(collective: Collective, arguments: Sequence[Any], settings: Any) ->
     return NO_ROOT if collective.root is None else getattr(settings, "rootRank", None)
 
 
-def _followed(call: Call, audience: _Audience, make: Callable[[], Any]) -> Any:
+def _followed(call: Call, listeners: Listeners, make: Callable[[], Any]) -> Any:
     """Make a call, and tell the listeners about its waits and its end."""
-    if not audience.follows:
-        return _issued(call, audience, make)
+    has_ends = any(each.hears_ends for each in listeners)
+    if not has_ends and not any(each.hears_waits for each in listeners):
+        return _issued(call, listeners, make)
     if not call.is_blocking:
-        work = _issued(call, audience, make)
-        is_over = call.is_in_cpp and not audience.ended
-        return work if work is None or is_over else Exchange(work, call, audience)
-    with _heard(call, audience):
-        work = _issued(call, audience, make)
+        work = _issued(call, listeners, make)
+        is_over = call.is_in_cpp and not has_ends
+        return work if work is None or is_over else Exchange(work, call, listeners)
+    with _heard(call, listeners):
+        work = _issued(call, listeners, make)
         try:
             if work is not None:
                 work.wait()
         finally:
-            _end(call, audience)
+            _end(call, listeners)
     return work
 
 
-def _issued(call: Call, audience: _Audience, make: Callable[[], Any]) -> Any:
+def _issued(call: Call, listeners: Listeners, make: Callable[[], Any]) -> Any:
     """Make a call unless a listener rejects it."""
     try:
-        for each in audience.every:
+        for each in listeners:
             each.begin(call)
         return make()
     except BaseException as error:
-        for each in audience.every:
+        for each in listeners:
             each.refused(call, error)
         raise
 
 
 @contextlib.contextmanager
-def _heard(call: Call, audience: _Audience) -> Iterator[None]:
+def _heard(call: Call, listeners: Listeners) -> Iterator[None]:
     """Return a context manager that enters the ``waiting`` contexts of all listeners."""
     with contextlib.ExitStack() as waits:
-        for each in audience.waiting:
+        for each in listeners:
             waits.enter_context(each.waiting(call))
         yield
 
@@ -236,12 +224,12 @@ def _heard(call: Call, audience: _Audience) -> Iterator[None]:
 _ending = threading.Lock()
 
 
-def _end(call: Call, audience: _Audience) -> None:
+def _end(call: Call, listeners: Listeners) -> None:
     """Tell all listeners once that a call is complete."""
     with _ending:
         if not call.is_ended:
             call.is_ended = True
-            for each in audience.ended:
+            for each in listeners:
                 each.ended(call)
 
 
@@ -249,23 +237,24 @@ def _end(call: Call, audience: _Audience) -> None:
 class Exchange(dist.Work):
     """The ``Work`` of an asynchronous call.  It tells listeners about waits and the call's end."""
 
-    def __init__(self, work: Any, call: Call, audience: _Audience) -> None:
+    def __init__(self, work: Any, call: Call, listeners: Listeners) -> None:
         super().__init__()
-        self._work, self._call, self._audience = work, call, audience
-        if audience.ended and not call.collective.is_message:  # gloo's send and recv have no future
-            torch_internals.future_of(work).add_done_callback(lambda _: _end(call, audience))
+        self._work, self._call, self._listeners = work, call, listeners
+        has_ends = any(each.hears_ends for each in listeners)
+        if has_ends and not call.collective.is_message:  # gloo's send and recv have no future
+            torch_internals.future_of(work).add_done_callback(lambda _: _end(call, listeners))
         if not call.is_in_cpp:
             _kept.append(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the call is complete.  If the call fails, raise the backend's error."""
-        with _heard(self._call, self._audience):
+        with _heard(self._call, self._listeners):
             try:
                 done = bool(self._work.wait(timeout) if timeout else self._work.wait())
             except RuntimeError:
                 self.is_completed()  # ends a failed call; after a timeout, the call goes on
                 raise
-            _end(self._call, self._audience)
+            _end(self._call, self._listeners)
         with contextlib.suppress(ValueError):  # a wait or the full deque has removed it
             _kept.remove(self)
         return done
@@ -274,7 +263,7 @@ class Exchange(dist.Work):
         """Return True if the call is complete, so that a wait would return at once."""
         if not self._work.is_completed():
             return False
-        _end(self._call, self._audience)
+        _end(self._call, self._listeners)
         return True
 
     def get_future(self) -> Any:

@@ -31,7 +31,7 @@ from ddpnb.compat import torch_internals
 from ddpnb.compat.probe import sentence
 from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.rank.collectives import intercept
-from ddpnb.rank.collectives.board import mapped_file
+from ddpnb.rank.collectives.shared_memory import mapped_file
 from ddpnb.rank.collectives.table import METHODS, NO_ROOT, Call
 from ddpnb.rank.stack import users_line
 

@@ -23,13 +23,12 @@ import torch
 from torch import Tensor
 
 from ddpnb.compat import torch_internals
-from ddpnb.protocol.costs import Cost, algorithm_of, in_turn, num_parts
+from ddpnb.protocol.costs import Cost, algorithm_of, in_turn, num_buckets
 from ddpnb.protocol.devices import FORWARD_SHARE
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Parts, StepEvent
 from ddpnb.rank.clock import Clock, Moment, Phase, completed
-from ddpnb.rank.collectives.board import Board
-from ddpnb.rank.collectives.sums import SharedSums
+from ddpnb.rank.collectives.shared_memory import Board, SharedSums
 from ddpnb.rank.collectives.table import Call
 from ddpnb.rank.emulation import Emulation
 
@@ -49,7 +48,7 @@ class _Pending:
 
     call: Call
     number: int
-    num_parts: int
+    num_buckets: int
     seconds: float
     """Seconds that each part of the call takes."""
     is_late: bool
@@ -280,12 +279,12 @@ class VirtualClock(Clock):
         ready = self._ready(size, is_needed=is_needed)
         number = next(self._numbers[group.group_name, -1])
         self._board(group.group_name, group.size()).post(number, group.rank(), ready)
-        num = num_parts(size, ready)
+        num = num_buckets(size, ready)
         part = call.cost(self.scale / num, self.emulation.devices.backend)
         pending = _Pending(
             call=call,
             number=number,
-            num_parts=num,
+            num_buckets=num,
             seconds=part.seconds(self.emulation.devices.link_between(call.ranks)),
             is_late=self.gathers_ahead and self._is_late(call, is_needed=is_needed),
         )
@@ -368,7 +367,7 @@ class VirtualClock(Clock):
         board = self._board(name, num_ranks)
         ready = [board.read(pending.number, place) for place in range(num_ranks)]
         now = self.seconds
-        for begin, end in in_turn(pending.seconds, pending.num_parts, ready, self._free[name]):
+        for begin, end in in_turn(pending.seconds, pending.num_buckets, ready, self._free[name]):
             hidden = min(end, now) - min(begin, now)
             self._spent["hidden"] = self._spent.get("hidden", 0.0) + hidden
             self._free[name] = pending.end = end

@@ -83,7 +83,7 @@ def subject_of(spec: InspectSpec, here: Surroundings) -> Subject:
 def _of_task(spec: InspectSpec, task: RunSpec, here: Surroundings) -> Subject:
     context, state = load_run(task, here), here.state
     worker = context.worker("i", num_steps=1)
-    shard = Shard(step=0, part=state.rank, num_parts=state.world_size)
+    shard = Shard(step=0, index=state.rank, num_shards=state.world_size)
 
     def loss_of(model: nn.Module, tree: Any) -> Tensor:
         with worker.autocast():
@@ -93,7 +93,7 @@ def _of_task(spec: InspectSpec, task: RunSpec, here: Surroundings) -> Subject:
         make_model=lambda: worker.make_model().train(),
         make_optimizer=worker.optimizer,
         loss_of=loss_of,
-        batch=context.batch(shard, context.fetch(shard)).tree,
+        batch=context.batch(shard).tree,
         finds_unused=spec.finds_unused,
     )
 

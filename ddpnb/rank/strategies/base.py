@@ -59,7 +59,7 @@ class Strategy(ABC):
     def shards(self) -> Iterator[Shard]:
         """Yield the shards that this worker trains on, one for each step."""
         worker = self.worker
-        return every_step(worker.num_steps, part=worker.rank, num_parts=worker.num_parts)
+        return every_step(worker.num_steps, index=worker.rank, num_shards=worker.num_shards)
 
     @abstractmethod
     def step(self, batch: Batch) -> Tensor:

@@ -38,14 +38,14 @@ class Shard:
     """One worker's part of one global batch."""
 
     step: int
-    part: int
-    num_parts: int
+    index: int
+    num_shards: int
 
 
-def every_step(num_steps: int, *, part: int, num_parts: int) -> Iterator[Shard]:
-    """Yield the shards of a synchronous worker, which gets part ``part`` of every global batch."""
+def every_step(num_steps: int, *, index: int, num_shards: int) -> Iterator[Shard]:
+    """Yield the shards of a synchronous worker, which gets the same index in every global batch."""
     for step in range(num_steps):
-        yield Shard(step=step, part=part, num_parts=num_parts)
+        yield Shard(step=step, index=index, num_shards=num_shards)
 
 
 @dataclass(eq=False)
@@ -107,26 +107,26 @@ class BatchSchedule:
 
     def num_in(self, shard: Shard) -> int:
         """Return the number of samples in a shard."""
-        least, num_larger = divmod(self.size(shard.step), shard.num_parts)
-        return least + (shard.part < num_larger)
+        least, num_larger = divmod(self.size(shard.step), shard.num_shards)
+        return least + (shard.index < num_larger)
 
     def indices(self, shard: Shard) -> Tensor:
         """Return the indices of a shard's samples in the training split, as int64.
 
-        A shard has every ``num_parts``-th sample of its global batch. Sizes of shards differ by at
+        A shard has every ``num_shards``-th sample of its global batch. Sizes of shards differ by at
         most one sample.
         """
         epoch, batch = divmod(shard.step, self.steps_per_epoch)
         start = batch * self.batch_size
         end = start + self.size(shard.step)
         order = permutation(self.num_in_split, self.seed + epoch)
-        return order[start + shard.part : end : shard.num_parts]
+        return order[start + shard.index : end : shard.num_shards]
 
-    def smallest_shard(self, num_parts: int) -> Shard:
+    def smallest_shard(self, num_shards: int) -> Shard:
         """Return one of the run's smallest shards."""
         last = min(self.num_steps, self.steps_per_epoch) - 1
         step = min((0, last), key=self.size)
-        return Shard(step=step, part=num_parts - 1, num_parts=num_parts)
+        return Shard(step=step, index=num_shards - 1, num_shards=num_shards)
 
 
 @lru_cache(maxsize=1)
@@ -150,12 +150,12 @@ def mapped(
     for node, copied_node in copies:
         if node is tree:
             return copied_node
-    if is_leaf(tree) or (parts := _parts(tree)) is None:
+    if is_leaf(tree) or (branches := _branches(tree)) is None:
         return function(tree)
     is_fixed = isinstance(tree, tuple | Mapping) and not isinstance(tree, MutableMapping)
     made: Any = None if is_fixed else copy.copy(tree)  # keeps the class, e.g. a ModelOutput
     copies = (*copies, (tree, made))
-    results = {k: mapped(function, v, is_leaf=is_leaf, copies=copies) for k, v in parts.items()}
+    results = {k: mapped(function, v, is_leaf=is_leaf, copies=copies) for k, v in branches.items()}
     if hasattr(tree, "_make"):
         return tree._make(results.values())
     if is_fixed:
@@ -172,15 +172,15 @@ def leaves(
     tree: Tree, path: str = "", inside: tuple[object, ...] = ()
 ) -> Iterator[tuple[str, Any]]:
     """Yield each leaf of a tree with its path, for example ``"['image'][0]"``."""
-    if (parts := _parts(tree, inside)) is None:
+    if (branches := _branches(tree, inside)) is None:
         yield path, tree
         return
-    for key, each in parts.items():
+    for key, each in branches.items():
         yield from leaves(each, f"{path}[{key!r}]", (*inside, tree))
 
 
-def _parts(tree: Tree, inside: tuple[object, ...] = ()) -> dict[Any, Any] | None:
-    """Return the parts of a tree by key, number or field. Return None for a leaf.
+def _branches(tree: Tree, inside: tuple[object, ...] = ()) -> dict[Any, Any] | None:
+    """Return the branches of a tree by key, number or field. Return None for a leaf.
 
     A list of strings is a leaf. An object that refers to a node above it is a leaf there. An object
     with a method ``to``, such as a ``PackedSequence``, is a leaf unless it is a dataclass.
@@ -267,9 +267,9 @@ def rows(tree: Tree, begin: int, end: int, num_samples: int) -> Tree:
             )
         return leaf
 
-    def is_list_of_samples(part: Any) -> bool:
-        is_plain = isinstance(part, list | tuple) and not hasattr(part, "_make")
-        return is_plain and len(part) == num_samples and num_samples not in map(_length, part)
+    def is_list_of_samples(node: Any) -> bool:
+        is_plain = isinstance(node, list | tuple) and not hasattr(node, "_make")
+        return is_plain and len(node) == num_samples and num_samples not in map(_length, node)
 
     return mapped(cut, tree, is_leaf=is_list_of_samples)
 
@@ -277,19 +277,19 @@ def rows(tree: Tree, begin: int, end: int, num_samples: int) -> Tree:
 def num_rows(tree: Tree, num_items: int) -> int:
     """Return the number of samples in a batch that ``collate_fn`` made of ``num_items`` items.
 
-    ``collate_fn`` may drop items, add items, or cut items into windows. If no part of the batch has
-    ``num_items`` rows, the length that most parts share is the number of samples.
+    ``collate_fn`` may drop items, add items, or cut items into windows. If no branch of the batch
+    has ``num_items`` rows, the length that most branches share is the number of samples.
     """
     is_list = isinstance(tree, list | tuple) and not hasattr(tree, "_make")
-    parts = [*(_parts(tree) or {0: tree}).values()]
-    if is_list and len(parts) != 2 and not any(isinstance(e, Tensor | list | tuple) for e in parts):
-        return len(parts)  # a list of items
-    counts = [count for each in reversed(parts) if (count := _count(each)) >= 0]
+    nodes = [*(_branches(tree) or {0: tree}).values()]
+    if is_list and len(nodes) != 2 and not any(isinstance(e, Tensor | list | tuple) for e in nodes):
+        return len(nodes)  # a list of items
+    counts = [count for each in reversed(nodes) if (count := _count(each)) >= 0]
     return num_items if num_items in counts or not counts else Counter(counts).most_common(1)[0][0]
 
 
 def _count(tree: Tree) -> int:
-    """Return the probable number of samples in a part of a batch; -1 if it has no length."""
+    """Return the probable number of samples in a branch of a batch; -1 if it has no length."""
     if not isinstance(tree, list | tuple) or hasattr(tree, "_make"):
         return next((n for _, leaf in leaves(tree) if (n := _length(leaf)) >= 0), -1)
     is_flat = bool(tree) and isinstance(tree[0], str | bytes | int | float)
@@ -309,7 +309,7 @@ def shape_of(tree: Tree) -> str:
     """Return a string with the shapes in a tree, such as ``"(5, 3)"`` or ``"{'x': (5, 3)}"``."""
     if isinstance(tree, Tensor):
         return "a nested tensor" if tree.is_nested else str(tuple(tree.shape))
-    if isinstance(tree, tuple | list) and _parts(tree) is not None:
+    if isinstance(tree, tuple | list) and _branches(tree) is not None:
         inside = ", ".join(map(shape_of, tree))
         return f"[{inside}]" if isinstance(tree, list) else f"({inside}{',' * (len(tree) == 1)})"
     if isinstance(tree, Mapping):

@@ -133,15 +133,15 @@ def number_of(value: Any, call: str) -> float:
         ) from None
 
 
-def _joined(*parts: Any) -> Any:
+def _joined(*outputs: Any) -> Any:
     """Join the outputs of all batches into one output."""
-    if isinstance(parts[0], Tensor):
-        return torch.cat(parts) if parts[0].ndim else torch.stack(parts)
-    if len(parts) == 1:
-        return parts[0]
+    if isinstance(outputs[0], Tensor):
+        return torch.cat(outputs) if outputs[0].ndim else torch.stack(outputs)
+    if len(outputs) == 1:
+        return outputs[0]
     raise UserError(
         "metric(outputs, targets) needs the outputs of all batches at once, but ddpnb cannot join "
-        f"outputs that are {kind_of(parts[0])}. Define validation_step(model, batch) instead."
+        f"outputs that are {kind_of(outputs[0])}. Define validation_step(model, batch) instead."
     )
 
 

@@ -47,7 +47,7 @@ class FaultInjector:
         self._run = run
         spec, workers, is_new = run.spec, run.workers, run.here.rejoin_info is None
         self._workers = workers
-        self._slow = [fault for fault in map(parse_slow, spec.slow) if fault.rank in workers]
+        self._slow = [fault for fault in parse_slow(spec.slow) if fault.rank in workers]
         kills = parse_kills(spec.kill).items() if is_new else ()
         self._kill = min(((at, rank) for rank, at in kills if rank in workers), default=None)
         """Seconds of training before the kill, and the rank to kill.  None if there is no kill."""

@@ -171,7 +171,7 @@ def rehearse(run: Run, activations: Activations) -> None:
         worker.activations = activations
         strategy.setup(worker)
         for shard in _rehearsed(run, num_steps):
-            strategy.step(run.batch(shard, run.fetch(shard)))
+            strategy.step(run.batch(shard))
         strategy.finish()
     del strategy, worker
     release_memory(run.device)
@@ -190,18 +190,18 @@ def _rehearsed(run: Run, num_steps: int) -> Iterator[Shard]:
     Every rank of the plan gets the same number of shards, without using the work queue.
     """
     plan, schedule = run.plan, run.schedule
-    part, num_parts = run.state.rank, plan.num_ranks
-    yield from every_step(num_steps, part=part, num_parts=num_parts)
+    rank, num_shards = run.state.rank, plan.num_ranks
+    yield from every_step(num_steps, index=rank, num_shards=num_shards)
     smallest = schedule.smallest_shard(1).step
     if plan.synchronous:
         if schedule.size(smallest) != schedule.size(0):
-            yield Shard(step=smallest, part=part, num_parts=num_parts)
+            yield Shard(step=smallest, index=rank, num_shards=num_shards)
         return
     # Workers may get any shard of a step: the first shard is the largest, the last the smallest.
     slices = [
-        Shard(step=step, part=each, num_parts=num_parts)
+        Shard(step=step, index=each, num_shards=num_shards)
         for step in (0, smallest)
-        for each in (0, num_parts - 1)
+        for each in (0, num_shards - 1)
     ]
     yield from {schedule.num_in(shard): shard for shard in slices}.values()
 

@@ -149,7 +149,7 @@ class Run:
             rank=self.state.rank,
             world_size=self.state.world_size,
             local_world_size=self.state.local_world_size,
-            num_parts=self.plan.num_ranks,
+            num_shards=self.plan.num_ranks,
             num_steps=num_steps,
             folder=self.here.folder,
             name=self.name(phase),
@@ -174,7 +174,7 @@ class Run:
         times = ComputeTimes(
             compute=emulated.compute,
             num_passes=min(self.spec.accumulate, least),
-            slow=tuple(map(parse_slow, self.spec.slow)),
+            slow=parse_slow(self.spec.slow),
             jitter=self.spec.jitter,
             seed=self.spec.seed,
         )
@@ -201,7 +201,7 @@ class Run:
         """Return a context that provides an iterator over (shard, samples) pairs."""
         train = self.task.train
         if not self.num_data_workers or not isinstance(train, DatasetSamples):
-            return contextlib.nullcontext((shard, self.fetch(shard)) for shard in shards)
+            return contextlib.nullcontext((shard, self._fetch(shard)) for shard in shards)
         return prefetching(
             train,
             ((shard, self.schedule.indices(shard)) for shard in shards),
@@ -209,18 +209,20 @@ class Run:
             seed=(self.spec.seed * 1_000_003 + self.state.rank) % 2**63,
         )
 
-    def fetch(self, shard: Shard) -> Tree:
-        """Fetch the samples of a shard."""
+    def _fetch(self, shard: Shard) -> Tree:
         return self.task.train.fetch(self.schedule.indices(shard))
 
-    def batch(self, shard: Shard, tree: Tree) -> Batch:
-        """Copy the samples of a shard to the device.  Raise ``UserError`` if there are none."""
+    def batch(self, shard: Shard, tree: Tree | None = None) -> Batch:
+        """Copy the samples of a shard to the device.  Raise ``UserError`` if there are none.
+
+        ``tree`` has the samples if they have been fetched.
+        """
         num_global = self.schedule.size(shard.step)
         batch = Batch(
-            tree=moved(tree, self.device),
+            tree=moved(self._fetch(shard) if tree is None else tree, self.device),
             num_samples=self.schedule.num_in(shard),
             num_global=num_global,
-            max_micro_batches=num_global // shard.num_parts,
+            max_micro_batches=num_global // shard.num_shards,
         )
         if not batch.num_rows:
             raise UserError(
@@ -238,7 +240,7 @@ class Run:
 
         ``start`` is the number of samples before the batch.
         """
-        every = self.schedule.indices(Shard(step=0, part=0, num_parts=1))
+        every = self.schedule.indices(Shard(step=0, index=0, num_shards=1))
         first = every[start : start + num_samples]
         indices = first.repeat(times)
         tree = moved(self.task.train.fetch(indices), self.device)
@@ -339,8 +341,7 @@ def load_run(spec: RunSpec, here: Surroundings, publish: Publish = lambda _: Non
         Exception: any exception that the cell's code raises, with its traceback.
     """
     state = here.state
-    named = [each.rank for each in map(parse_slow, spec.slow)]
-    named += parse_kills(spec.kill)
+    named = [*(each.rank for each in parse_slow(spec.slow)), *parse_kills(spec.kill)]
     parse_ranks(",".join(map(str, named)), state.world_size)  # raises if a rank does not exist
     # so that the data are the same on every rank and in every repeat
     seed_everything(spec.data_seed)

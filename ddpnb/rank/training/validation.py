@@ -62,21 +62,22 @@ def validate(spec: RunSpec, here: Surroundings, *, num_calls: Callable[[], int] 
 def _checked(run: Run, num_calls: Callable[[], int]) -> Checked:
     worker = run.worker("check", num_steps=1)
     check_model(worker)
-    result = Checked(
-        num_samples=len(run.task.train),
-        survives_deaths=run.plan.survives_deaths,
-        num_held_out=len(run.task.held_out),
-    )
     batch = _take_step(run, worker) if run.is_own else _smallest_batch(run)
     num_before = num_calls()
+    notes: tuple[str, ...] = ()
+    num_epochs = seconds_per_trained = seconds_per_judged = 0.0
+    measures: dict[str, float] = {}
     if not run.is_own:
         check_step(worker, batch, run.spec.strategy)
         notes = check_loss(run, worker)
-        result = replace(_with_times(result, run, worker), notes=notes)
+        usual = run.usual_batch()  # measured on all ranks at once, as in the training
+        seconds = measure_compute_seconds(worker, usual)
+        seconds_per_trained = seconds / usual.num_samples
+        # updates and communication only make a run longer
+        num_steps = MIN_SECONDS_MARGIN * (run.spec.min_seconds or 0.0) / seconds
+        num_epochs = num_steps / run.schedule.steps_per_epoch
     if run.is_evaluated:
-        measures, seconds = _evaluated(run, worker, batch)
-        has_accuracy = not math.isnan(measures.get("accuracy", math.nan))
-        result = replace(result, has_accuracy=has_accuracy, seconds_per_judged=seconds)
+        measures, seconds_per_judged = _evaluated(run, worker, batch)
     if num_calls() > num_before:
         raise UserError(
             "The cell's functions call collectives, but only rank 0 evaluates the model. Call "
@@ -87,17 +88,16 @@ def _checked(run: Run, num_calls: Callable[[], int]) -> Checked:
         worker.optimizers.clear()
         with attempt(f"{run.spec.strategy} cannot train this model", OF_STRATEGIES):
             _take_step(run, worker)
-    return result
-
-
-def _with_times(result: Checked, run: Run, worker: Worker) -> Checked:
-    """Add two values to a result: the seconds per sample, and the epochs for ``--min-seconds``."""
-    usual = run.usual_batch()  # measured on all ranks at once, as in the training
-    seconds = measure_compute_seconds(worker, usual)
-    # updates and communication only make a run longer
-    num_steps = MIN_SECONDS_MARGIN * (run.spec.min_seconds or 0.0) / seconds
-    num_epochs = num_steps / run.schedule.steps_per_epoch
-    return replace(result, num_epochs=num_epochs, seconds_per_trained=seconds / usual.num_samples)
+    return Checked(
+        num_samples=len(run.task.train),
+        num_held_out=len(run.task.held_out),
+        survives_deaths=run.plan.survives_deaths,
+        has_accuracy=not math.isnan(measures.get("accuracy", math.nan)),
+        num_epochs=num_epochs,
+        seconds_per_judged=seconds_per_judged,
+        seconds_per_trained=seconds_per_trained,
+        notes=notes,
+    )
 
 
 def measure_compute(spec: RunSpec, here: Surroundings) -> Compute:
@@ -134,11 +134,11 @@ def _take_step(run: Run, worker: Worker) -> Batch:
     Parts of the cell that a user's strategy does not use, such as the loss, are not checked.  The
     returned batch is this rank's shard of the smallest global batch, with the shard's weight.
     """
-    num_parts = run.plan.num_ranks
-    smallest = run.schedule.smallest_shard(num_parts)
-    shard = replace(smallest, part=min(run.state.rank, num_parts - 1))
-    batch, strategy = run.batch(shard, run.fetch(shard)), run.strategy()
-    if dist.is_initialized() and run.state.rank < num_parts:
+    num_shards = run.plan.num_ranks
+    smallest = run.schedule.smallest_shard(num_shards)
+    shard = replace(smallest, index=min(run.state.rank, num_shards - 1))
+    batch, strategy = run.batch(shard), run.strategy()
+    if dist.is_initialized() and run.state.rank < num_shards:
         worker.folder.mkdir(mode=0o700, exist_ok=True)
         with closing(strategy):
             strategy.setup(worker)

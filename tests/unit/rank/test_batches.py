@@ -21,8 +21,9 @@ def make(num_samples: int = 64, **changes) -> BatchSchedule:
     return BatchSchedule(num_samples, **usual | changes)
 
 
-def seen(order: BatchSchedule, part: int = 0, num_parts: int = 1) -> list[torch.Tensor]:
-    return [order.indices(s) for s in every_step(order.num_steps, part=part, num_parts=num_parts)]
+def seen(order: BatchSchedule, index: int = 0, num_shards: int = 1) -> list[torch.Tensor]:
+    shards = every_step(order.num_steps, index=index, num_shards=num_shards)
+    return [order.indices(shard) for shard in shards]
 
 
 def test_the_shards_of_a_step_together_are_the_global_batch():
@@ -65,9 +66,9 @@ def test_the_last_batch_is_left_out_only_where_a_rank_would_get_nothing(
 
 
 def test_the_smallest_shard_is_of_the_smallest_batch():
-    assert make().smallest_shard(3) == Shard(step=6, part=2, num_parts=3)
-    assert make(num_samples=60).smallest_shard(2) == Shard(step=0, part=1, num_parts=2)
-    assert make(num_epochs=0.2).smallest_shard(2) == Shard(step=0, part=1, num_parts=2)
+    assert make().smallest_shard(3) == Shard(step=6, index=2, num_shards=3)
+    assert make(num_samples=60).smallest_shard(2) == Shard(step=0, index=1, num_shards=2)
+    assert make(num_epochs=0.2).smallest_shard(2) == Shard(step=0, index=1, num_shards=2)
 
 
 @pytest.mark.parametrize("batch_size", [2, 65])

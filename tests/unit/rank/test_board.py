@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ddpnb.rank.collectives.board import NUM_CALLS, Board
+from ddpnb.rank.collectives.shared_memory import NUM_CALLS, Board
 
 
 class TornError(Exception):

@@ -40,7 +40,7 @@ def test_a_server_takes_as_many_gradients_as_its_formula_says(num_workers):
 
 
 def test_a_slow_worker_takes_fewer_shards():
-    slow = ComputeTimes(compute=Compute(0.1), slow=(parse_slow("1:4x"),))
+    slow = ComputeTimes(compute=Compute(0.1), slow=parse_slow(["1:4x"]))
     took = [sum(rank == each for rank, _ in served(4, 400, slow)) for each in range(4)]
     assert took[0] / took[1] == pytest.approx(4, rel=0.25)
     assert served(4, 100, slow) == served(4, 100, slow)
