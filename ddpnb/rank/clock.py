@@ -321,7 +321,8 @@ class MeasuredClock(Clock):
 
     def _is_outside(self) -> bool:
         """Return True if a hook runs for the worker's own step, not for an exchange or a thread."""
-        return self.is_own_thread() and self._marks[-1][0] != "communication"
+        is_outside = bool(self._marks) and self._marks[-1][0] != "communication"
+        return is_outside and self.is_own_thread()
 
     @contextlib.contextmanager
     def _backward(self) -> Iterator[None]:
