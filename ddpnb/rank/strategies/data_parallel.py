@@ -25,8 +25,8 @@ the next device. In each step, the first device sends A (P + U) bytes and receiv
 and S are the sizes in bytes of all parameters, buffers and gradients. Bytes of samples and outputs
 are not counted.
 
-Copying parameters and gathering outputs count as communication. Summing gradients counts as
-communication for replicas on threads. On GPUs, it counts as a part of the backward pass.
+For replicas on threads, copying parameters, gathering outputs and summing gradients count as
+communication. On GPUs, they are parts of the forward and the backward pass.
 """
 
 from collections.abc import Sequence
