@@ -15,10 +15,9 @@ from ddpnb.magics.arguments import arguments, catalogue_text, no_arguments, opti
 from ddpnb.magics.completion import Completion
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.inspection import InspectSpec
+from ddpnb.protocol.inspection import InspectSpec, SamplerSpec
 from ddpnb.protocol.options import options_of, read_options
 from ddpnb.protocol.processes import remove_leftovers
-from ddpnb.protocol.replicas import SamplerSpec
 from ddpnb.protocol.trace import SHOWN, TRACE, CollectiveSpec
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.formatting import counted

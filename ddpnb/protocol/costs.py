@@ -31,9 +31,7 @@ class Cost(NamedTuple):
     num_bytes: float = 0.0
     """Number of bytes that the busiest link sends in all these rounds."""
     sent: float = 0.0
-    """Number of bytes that this rank sends."""
     received: float = 0.0
-    """Number of bytes that this rank receives."""
 
     def seconds(self, link: LinkSpec) -> float:
         """Return how long the exchange takes on a link."""

@@ -62,9 +62,7 @@ class PublishedModel:
     num_parameters: int
     """The number of float32 parameters.  Each parameter's gradient has four bytes."""
     num_tensors: int
-    """The number of tensors that hold the parameters."""
     compute: Mapping[str, Compute]
-    """The compute time on each card, by the card's name."""
     ddp_seconds: float = 0.0
     """Seconds that DDP adds to a step on one device, for hooks and copies to buckets."""
 
@@ -134,7 +132,6 @@ class Devices:
     compute: Compute | None = None
     """The compute time.  If None, ddpnb measures the time once for all strategies."""
     device_link: LinkSpec = CORE_LINK
-    """The link between devices of one host."""
     host_link: LinkSpec = HOST_LINK
 
     @property

@@ -1,7 +1,16 @@
-"""The request of ``%ddp_inspect``, and the ranks' measurements.  Used in every process."""
+"""The requests of ``%ddp_inspect``, ``%ddp_check`` and ``%ddp_samples``, and the ranks' reports.
+
+Used in every process.
+"""
 
 import shlex
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ddpnb.protocol.devices import Devices
 from ddpnb.protocol.errors import UserError
@@ -57,16 +66,6 @@ class InspectSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """The parameters that one rank found after a forward and a backward pass of the model."""
-
-    parameters: dict[str, tuple[int, ...]]
-    """The shape of each parameter that needs a gradient, by name."""
-    unused: tuple[str, ...]
-    """The names of parameters that the loss does not depend on."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
     """The gradients that DDP sends in one all-reduce."""
 
@@ -83,6 +82,105 @@ class CapReport:
     buckets: tuple[Bucket, ...]
     """The buckets of the measured steps, in the order in which DDP sends them."""
     steps: tuple[tuple[Span, ...], ...]
-    """The rank's spans in each measured step."""
     ready_seconds: dict[str, float]
     """Median seconds from the start of the backward pass until each gradient is ready."""
+
+
+# -- replicas and samples ------------------------------------------------------------------
+
+CHUNK_ELEMENTS = 2**16
+"""The number of tensor elements in a chunk.  A chunk has one digest and is sent in one piece."""
+DIGEST_BYTES = 16
+
+Indices = NDArray[np.integer[Any]]
+"""The indices of samples, in the order in which a sampler yields them."""
+
+
+class Part(StrEnum):
+    """The parts of a replica that ddpnb compares, with their names in tables."""
+
+    PARAMETERS = "parameters"
+    BUFFERS = "buffers"
+    GRADIENTS = "gradients"
+    STATE = "state"
+    VALUES = "values"
+    """The values of one or more tensors that the user names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDigest:
+    """The digests of one tensor of one rank."""
+
+    shape: tuple[int, ...] = ()
+    kind: str = ""
+    digests: bytes = b""
+    """The digests of all chunks, one after another.  Each digest has ``DIGEST_BYTES`` bytes."""
+
+    def chunk(self, number: int) -> bytes:
+        """Return the digest of a chunk."""
+        return self.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+
+    @property
+    def num_chunks(self) -> int:
+        """The number of chunks of the tensor."""
+        return len(self.digests) // DIGEST_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """The tensors that one rank holds under one name."""
+
+    parts: Mapping[Part, Mapping[str, TensorDigest]] = field(default_factory=dict)
+    """The tensors of each part by name, in their order on the rank."""
+    sharded: Mapping[Part, int] = field(default_factory=dict)
+    """Number of tensors in each part that are either sharded over the ranks or have no values."""
+    is_ddp: bool = False
+    """True if ``DistributedDataParallel`` averages the gradients."""
+    syncs_buffers: bool = True
+    """True if DDP copies rank 0's buffers to all ranks before each forward pass."""
+    num_thawed: int = 0
+    """Number of trainable parameters that were frozen when DDP wrapped the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReplica:
+    """The tensors that one rank holds under several names."""
+
+    rank: int
+    held: Mapping[str, Held]
+    num_steps: Mapping[str, int] = field(default_factory=dict)
+    """The number of steps of each optimizer on the rank, if the optimizer counts its steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerSpec:
+    """The sampler to show, and the number of epochs that each rank iterates over it."""
+
+    expression: str = ""
+    """A sampler or ``DataLoader`` on the ranks.  If empty, ddpnb makes a ``DistributedSampler``."""
+    num_samples: int = option(
+        30, "size of the data set if you do not name a sampler", flag="-n", least=1, most=1_000_000
+    )
+    num_epochs: int = option(3, "number of epochs to show", flag="--epochs", least=1, most=20)
+    sets_epoch: bool = option(
+        True, "do not call set_epoch(epoch) before each epoch", flag="--no-set-epoch"
+    )
+    drop_last: bool = option(
+        False, "drop leftover samples, instead of repeating samples as padding"
+    )
+    shuffle: bool = option(False, "shuffle the samples, as DistributedSampler does")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSamples:
+    """The samples that one rank gets."""
+
+    kind: str
+    num_samples: int
+    """The size of the data set; 0 if unknown."""
+    epochs: tuple[Indices, ...]
+    has_set_epoch: bool = True
+    """True if the sampler has ``set_epoch``.  Otherwise, the order of the next epoch may differ."""

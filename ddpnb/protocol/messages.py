@@ -26,7 +26,6 @@ class RankState:
     rank: int
     world_size: int
     local_world_size: int
-    """The number of ranks on the rank's host."""
     pid: int
     host: str
     device: str
@@ -63,7 +62,6 @@ class RunSpec(TrainingSpec):
     models: str = ""
     """The folder for the trained weights of each run.  If empty, ddpnb does not save weights."""
     notes: tuple[str, ...] = ()
-    """Sentences that ddpnb shows with the results."""
     num_points: int = 10
     """The number of points of the held-out curve if the user does not choose one."""
 
@@ -99,7 +97,6 @@ class RunHeader:
     num_workers: int
     """The number of ranks that train.  For ``dp``, the number of replicas."""
     num_threads: int
-    """The number of intra-op CPU threads of each worker."""
     device: str
     backend: str
     num_parameters: int
@@ -158,7 +155,6 @@ class Mark:
 
     rank: int
     seconds: float
-    """Training seconds since the run began."""
     text: str = ""
     """A description such as ``"3x slower"``; by default the name of the kind."""
     kind: MarkKind = MarkKind.OTHER
@@ -185,7 +181,6 @@ class StepEvent:
     seconds: float = math.nan
     """Training seconds from the run's start to the step's end, without warm-up and evaluation."""
     num_samples: int
-    """The number of samples that this worker trained on in this step."""
     loss: float = math.nan
     """Mean loss over the step's samples, before the update; NaN if unknown."""
     staleness: int | None = None
@@ -194,7 +189,6 @@ class StepEvent:
     """The number of the update that used the gradient: 1, 2, ...; 0 if updates are not counted."""
     parts: Parts = field(default_factory=Parts)
     num_bytes_sent: int = 0
-    """The number of bytes that this worker sent to other workers in this step."""
     num_bytes_received: int = 0
     """The number of bytes that this worker received.  This number is not part of a step's row."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -219,7 +213,6 @@ class Checked:
     seconds_per_trained: float = 0.0
     """Seconds per sample that a worker's forward and backward pass take; 0 if unknown."""
     notes: tuple[str, ...] = ()
-    """Notes to show with the results."""
 
 
 NO_STALENESS = -1
@@ -278,7 +271,6 @@ class RejoinInfo:
     first_step: int
     """The number of steps that this rank has taken so far."""
     began_at: float
-    """The ``time.time()`` at which the training began."""
 
 
 class Evaluation(NamedTuple):
@@ -287,7 +279,6 @@ class Evaluation(NamedTuple):
     num_samples: int
     """The number of training samples that all workers had seen at that time."""
     seconds: float
-    """Training seconds since the run began, on rank 0."""
     loss: float
     accuracy: float
     """The share of samples classified correctly; NaN if targets are not class labels."""
@@ -344,13 +335,11 @@ class RunReport:
     """The number of samples for which no worker returned a gradient.  Only rank 0 reports this."""
     memory: Memory = field(default_factory=Memory)
     was_stopped: bool = False
-    """True if the run was stopped before its last step."""
     evaluation_was_cut: bool = False
     """True if the run took its last step but was interrupted during the evaluation."""
     notes: tuple[str, ...] = ()
     """Facts that this rank found out during the training, to show with the results."""
     warnings: tuple[str, ...] = ()
-    """Reasons why the results may be wrong, to show above the figure."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "notes", tuple(self.notes))
@@ -403,7 +392,6 @@ class Failure:
 
     rank: int
     name: str
-    """The name of the exception's class."""
     text: str
     traceback: tuple[str, ...] = ()
     """The lines of the traceback that IPython on the rank shows."""
@@ -429,7 +417,6 @@ class CellReport:
     num_collectives: int = 0
     """The number of collectives of the default group that had begun when the cell ended."""
     trace: RankSpans | None = None
-    """The recorded spans; None if the cell was not traced."""
     is_silent: bool = False
     """True if the cell printed nothing, so that no message marks the end of the cell's output."""
 
@@ -451,7 +438,6 @@ class StaleVariable(NamedTuple):
     name: str
     """The variable's name, or an expression such as ``"trainer.model"``."""
     kind: str
-    """The class in ``REMEDIES`` to which the object belongs."""
 
     def sentence(self, where: str = "") -> str:
         """Say that the variable is unusable, optionally on some ranks, and how to fix it."""

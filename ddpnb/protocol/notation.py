@@ -185,9 +185,7 @@ class Slow:
 
     rank: int
     factor: float = 1.0
-    """The factor that multiplies the rank's computing time."""
     seconds: float = 0.0
-    """The number of seconds that are added to each step."""
     text: str
     """The description for users: ``"3x slower"``."""
 
@@ -236,7 +234,6 @@ class LinkSpec:
 
     bits_per_second: float
     latency_seconds: float
-    """The latency of one direction."""
 
     @property
     def text(self) -> str:

@@ -49,7 +49,6 @@ class Option:
     flag: str = ""
     """The option in a magic's line, such as ``--epochs``.  If empty, the field's name is used."""
     group: str = ""
-    """The heading above the option's help."""
     example: str = "N"
     most_values: int = 1
     """Maximum number of values, which users write as ``"0.02,0.05"`` or as a tuple."""

@@ -63,7 +63,6 @@ class KernelRequest(StrEnum):
     CHECK = "check"
     """Describe the host.  Only an agent accepts ``CHECK`` and ``PROBE``."""
     PROBE = "probe"
-    """Connect to the other hosts."""
 
 
 class ForkServerEvent(StrEnum):
@@ -82,7 +81,6 @@ class RankCommand(StrEnum):
     ANSWER = "answer"
     """Send the user's input to a rank that waits for input.  Send None if the prompt is gone."""
     STATUS = "status"
-    """Answer with the fields of a ``RankStatus``."""
     STACK = "stack"
     """Answer with the lines of the stack of the user's code."""
     STOP = "stop"

@@ -17,7 +17,6 @@ class Span:
     """One activity of one rank, with its begin and end."""
 
     rank: int
-    """The rank's number in the default group."""
     lane: Lane
     name: str
     """The name of the activity, such as ``"forward"``, ``"all_reduce"``, ``"bucket 0"``."""

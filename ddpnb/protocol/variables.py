@@ -44,7 +44,6 @@ class Parcel:
     """The pickle, then the arrays outside the pickle.  Empty if the file ``path`` has the parts."""
     path: str = ""
     sizes: tuple[int, ...] = ()
-    """The number of bytes of each part in the file."""
 
 
 # -- pickling ------------------------------------------------------------------------------

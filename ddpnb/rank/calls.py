@@ -12,7 +12,14 @@ from IPython.core.interactiveshell import ExecutionInfo
 from numpy.typing import NDArray
 
 from ddpnb.protocol.devices import Compute
-from ddpnb.protocol.inspection import CapReport, Found, InspectSpec
+from ddpnb.protocol.inspection import (
+    CapReport,
+    InspectSpec,
+    Part,
+    RankReplica,
+    RankSamples,
+    SamplerSpec,
+)
 from ddpnb.protocol.messages import (
     CellReport,
     CellSpec,
@@ -23,7 +30,6 @@ from ddpnb.protocol.messages import (
     RunSpec,
     StaleVariable,
 )
-from ddpnb.protocol.replicas import Part, RankReplica, RankSamples, SamplerSpec
 from ddpnb.protocol.trace import CollectiveShown, CollectiveSpec
 from ddpnb.protocol.variables import Parcel
 from ddpnb.rank import cells, shell, tasks, variables
@@ -202,8 +208,10 @@ class RankApi:
         """Return the indices that a sampler gives to this rank."""
         return samples.samples(spec, self._group.state(), self._variables)
 
-    def find_inspected(self, spec: InspectSpec) -> Found:
-        """Run the inspected model without communication; return its parameters."""
+    def find_inspected(
+        self, spec: InspectSpec
+    ) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
+        """Run the inspected model alone; return its parameters' shapes and the unused ones."""
         return subject.find(spec, self._surroundings(spec.task))
 
     def inspect_ddp(self, spec: InspectSpec) -> tuple[CapReport, ...]:

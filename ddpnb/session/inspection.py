@@ -88,7 +88,7 @@ def inspect_step(cluster: Cluster, spec: InspectSpec, training: TrainingSpec) ->
     spec = replace(spec, task=task, devices=with_devices(cluster, training).emulated)
     warn_stale(cluster.ensure_group())
     found = ask(cluster, calls.find_inspected(spec))
-    shapes = {rank: list(each.parameters.items()) for rank, each in found.items()}
+    shapes = {rank: list(each.items()) for rank, (each, _) in found.items()}
     if others := sorted(rank for rank, each in shapes.items() if each != shapes[0]):
         raise UserError(
             f"{spec.title} has other parameters on {spoken_ranks(others)} than on rank 0. "
@@ -96,8 +96,8 @@ def inspect_step(cluster: Cluster, spec: InspectSpec, training: TrainingSpec) ->
         )
     unused = {
         name: ranks
-        for name in found[0].parameters
-        if (ranks := tuple(rank for rank in sorted(found) if name in found[rank].unused))
+        for name in found[0][0]
+        if (ranks := tuple(rank for rank, (_, names) in sorted(found.items()) if name in names))
     }
     reports = ask(cluster, calls.inspect_ddp(replace(spec, finds_unused=bool(unused))))
     over = "" if spec.devices is None else f" on {spec.devices.text}"

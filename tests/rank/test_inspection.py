@@ -62,24 +62,24 @@ def inspected(state: RankState, folder: Path, is_ddp: bool, given: dict[str, Any
     names, spec = namespace_of(state, is_ddp=is_ddp), spec_of(given)
     before = everything(names)
     here = Surroundings(state=state, namespace=names, folder=folder)
-    found = subject.find(spec, here)
-    spec = replace(spec, finds_unused=bool(found.unused))
+    shapes, unused = subject.find(spec, here)
+    spec = replace(spec, finds_unused=bool(unused))
     report = ddp_steps.measure(spec, here)
     assert all(map(torch.equal, before, everything(names)))
-    return found, report
+    return shapes, unused, report
 
 
 @pytest.mark.parametrize("is_ddp", [False, True])
 def test_the_buckets_carry_the_gradients_and_nothing_changes(ranks, is_ddp: bool):
     given = {"loss": "nn.functional.cross_entropy(output, y)", "bucket_caps": (0.0001,)}
-    for rank, (found, report) in enumerate(ranks(2).call(inspected, is_ddp, given)):
-        assert found.unused == (() if is_ddp else ("unused.weight", "unused.bias"))
-        sizes = {name: 4 * math.prod(shape) for name, shape in found.parameters.items()}
+    for rank, (shapes, unused, report) in enumerate(ranks(2).call(inspected, is_ddp, given)):
+        assert unused == (() if is_ddp else ("unused.weight", "unused.bias"))
+        sizes = {name: 4 * math.prod(shape) for name, shape in shapes.items()}
         assert [each.cap_mb for each in report] == [0.01 if is_ddp else 25.0, 0.0001]
         assert [len(cap.buckets) for cap in report] == [1, 3 if is_ddp else 4]
         for cap in report:
             assert sum(bucket.num_bytes for bucket in cap.buckets) == sum(sizes.values())
-            assert set(cap.ready_seconds) == set(sizes) - set(found.unused)
+            assert set(cap.ready_seconds) == set(sizes) - set(unused)
             assert len(cap.steps) >= 3
             for step in cap.steps:
                 sent = [s for s in step if s.name.startswith("bucket")]
@@ -92,7 +92,7 @@ def test_the_buckets_carry_the_gradients_and_nothing_changes(ranks, is_ddp: bool
 def test_a_bucket_takes_its_messages_on_emulated_devices(ranks):
     devices = parse_devices("2", compute="1ms/sample", link="1Gbit,1ms")
     given = {"model": "nn.Linear(300, 300)", "batch": "x.new_ones(4, 300)", "devices": devices}
-    (cap,) = ranks(2).call(inspected, True, given)[0][1]
+    (cap,) = ranks(2).call(inspected, True, given)[0][2]
     (step,) = cap.steps
     spans = {span.name: span for span in step}
     assert spans["backward"].seconds == pytest.approx(4e-3 * 2 / 3)

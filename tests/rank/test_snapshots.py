@@ -68,8 +68,8 @@ def test_a_curve_changes_nothing_that_is_trained(ranks):
 
 
 def slow_job(state, folder, spec):
-    copied = snapshots.copied
-    with patch.object(snapshots, "copied", lambda given: time.sleep(1) or copied(given)):
+    copy_state = snapshots.copy_state
+    with patch.object(snapshots, "copy_state", lambda given: time.sleep(1) or copy_state(given)):
         return train_job(state, folder, spec)
 
 

@@ -109,7 +109,6 @@ def is_known(collective: Collective) -> bool:
 
 
 def _method(collective: Collective, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the replacement of a method of ``ProcessGroup``."""
 
     @torch_internals.not_compiled
     @functools.wraps(original)
@@ -182,7 +181,6 @@ def _root_of(collective: Collective, arguments: Sequence[Any], settings: Any) ->
 
 
 def _followed(call: Call, listeners: Listeners, make: Callable[[], Any]) -> Any:
-    """Make a call, and tell the listeners about its waits and its end."""
     has_ends = any(each.hears_ends for each in listeners)
     if not has_ends and not any(each.hears_waits for each in listeners):
         return _issued(call, listeners, make)
@@ -201,7 +199,6 @@ def _followed(call: Call, listeners: Listeners, make: Callable[[], Any]) -> Any:
 
 
 def _issued(call: Call, listeners: Listeners, make: Callable[[], Any]) -> Any:
-    """Make a call unless a listener rejects it."""
     try:
         for each in listeners:
             each.begin(call)
@@ -225,7 +222,6 @@ _ending = threading.Lock()
 
 
 def _end(call: Call, listeners: Listeners) -> None:
-    """Tell all listeners once that a call is complete."""
     with _ending:
         if not call.is_ended:
             call.is_ended = True

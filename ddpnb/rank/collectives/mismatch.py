@@ -36,7 +36,7 @@ from ddpnb.rank.collectives.table import METHODS, NO_ROOT, Call
 from ddpnb.rank.stack import users_line
 
 NOT_COMPARED = -1
-"""The value of ``Entry.size`` for a call in which the ranks' tensors may have different sizes."""
+"""The value of ``CallRecord.size`` for a call in which ranks' tensors may differ in size."""
 NUM_KEPT: Final = 64
 """Number of calls that a file keeps for each rank.  Ranks cannot compare older calls."""
 TEXT_BYTES: Final = 140
@@ -151,7 +151,7 @@ def missing_features() -> tuple[str, ...]:
     return (sentence("torch", lost),)
 
 
-class Entry(NamedTuple):
+class CallRecord(NamedTuple):
     """The record of a call that a rank writes to the group's file."""
 
     checksum: int
@@ -163,28 +163,28 @@ class Entry(NamedTuple):
     text: str
     """Description of the call, such as ``"broadcast from rank 0 with Float [3]"``."""
 
-    def matches(self, other: "Entry") -> bool:
+    def matches(self, other: "CallRecord") -> bool:
         """Return True if two ranks' calls are compatible."""
         sizes = {self.size, other.size}
         return self.checksum == other.checksum and (len(sizes) == 1 or NOT_COMPARED in sizes)
 
 
-def entry_of(call: Call, ranks: Sequence[int]) -> Entry:
+def entry_of(call: Call, ranks: Sequence[int]) -> CallRecord:
     """Return the entry of a call in a group with the given ranks."""
     name, tensors = call.name, call.tensors
     if call.root != NO_ROOT:
         name = f"{name} {call.collective.root_is} rank {ranks[call.root]}"
     if not tensors:
-        return Entry(zlib.crc32(name.encode()), 0, NOT_COMPARED, name)
+        return CallRecord(zlib.crc32(name.encode()), 0, NOT_COMPARED, name)
     size = sum(each.numel() for each in tensors) if call.are_sizes_equal else NOT_COMPARED
     return _entry(name, tensors[0].dtype, size, tensors[0].shape)
 
 
 @lru_cache(maxsize=1024)
-def _entry(name: str, dtype: torch.dtype, size: int, shape: tuple[int, ...]) -> Entry:
+def _entry(name: str, dtype: torch.dtype, size: int, shape: tuple[int, ...]) -> CallRecord:
     kind = torch.empty(0, dtype=dtype).type().split(".")[-1].removesuffix("Tensor")
     checksum = zlib.crc32(f"{name} {kind}".encode())
-    return Entry(checksum, hash(shape) % 2**32, size, f"{name} with {kind} {list(shape)}")
+    return CallRecord(checksum, hash(shape) % 2**32, size, f"{name} with {kind} {list(shape)}")
 
 
 @final
@@ -214,7 +214,7 @@ class CollectiveLog:
         """Number of this rank's calls, or None if an interrupt has made the number unknown."""
         return self._num_calls if self._is_certain else None
 
-    def write(self, entry: Entry, line: str = "") -> None:
+    def write(self, entry: CallRecord, line: str = "") -> None:
         """Write this rank's next call and the user's line, then compare the calls of all ranks.
 
         Raises:
@@ -253,9 +253,9 @@ class CollectiveLog:
             _KEY.pack_into(self._shared, start + TEXT_BYTES, 0, 0, 0, 0)
             self._num_calls -= 1
 
-    def _settle(self, entry: Entry, number: int) -> None:
+    def _settle(self, entry: CallRecord, number: int) -> None:
         """Raise an error unless other ranks withdraw different calls within ``SETTLE_SECONDS``."""
-        seen: dict[int, Entry] = {}
+        seen: dict[int, CallRecord] = {}
         deadline = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < deadline:
             found = self._entries(number)
@@ -271,8 +271,7 @@ class CollectiveLog:
             "size for all ranks, or create DDP with broadcast_buffers=False" * is_of_buffers
         )
 
-    def _entries(self, number: int) -> dict[int, Entry]:
-        """Return the entry of each rank that has already written the call with this number."""
+    def _entries(self, number: int) -> dict[int, CallRecord]:
         found = {}
         for place, rank in enumerate(self.ranks):
             start = place * _RANK_BYTES + number % NUM_KEPT * _ENTRY.size
@@ -280,11 +279,11 @@ class CollectiveLog:
                 text, checksum, shape, size, written = _ENTRY.unpack_from(self._shared, start)
             if written == number:
                 said = text.rstrip(b"\0").decode(errors="replace")
-                found[rank] = Entry(checksum, shape, size, said)
+                found[rank] = CallRecord(checksum, shape, size, said)
         return found
 
 
-def _spoken(entries: Mapping[int, Entry]) -> str:
+def _spoken(entries: Mapping[int, CallRecord]) -> str:
     """Describe each rank's call, for example ``"rank 0 calls ... , but rank 1 calls ..."``."""
     calls: dict[str, list[int]] = {}
     for rank in sorted(entries):

@@ -18,7 +18,6 @@ class Collective:
     """A method of ``ProcessGroup``, and the operation that it calls in torch's dispatcher."""
 
     name: str
-    """Name of the function that users call."""
     operation: str
     num_tensors: int
     """Number of arguments of the operation before the argument for the group."""
@@ -92,7 +91,6 @@ class Call:
     is_in_cpp: bool = False
     """True if torch's C++ code makes the call, such as DDP's code in the backward pass."""
     is_ended: bool = False
-    """True if the backend has completed the call."""
     notes: dict[object, Any] = field(default_factory=dict)
     """Data that the listeners store about this call, with the listener as the key."""
 

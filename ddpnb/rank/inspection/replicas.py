@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ddpnb.compat.torch_internals import num_thawed
 from ddpnb.protocol.errors import UserError, kind_of
-from ddpnb.protocol.replicas import (
+from ddpnb.protocol.inspection import (
     CHUNK_ELEMENTS,
     DIGEST_BYTES,
     Held,

@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from ddpnb.protocol.errors import UserError, kind_of
+from ddpnb.protocol.inspection import Indices, RankSamples, SamplerSpec
 from ddpnb.protocol.messages import RankState
-from ddpnb.protocol.replicas import Indices, RankSamples, SamplerSpec
 from ddpnb.rank.inspection.subject import value_of
 from ddpnb.rank.random_state import preserve_globals
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpnb.protocol.errors import UserError, closest, kind_of, summary_of
-from ddpnb.protocol.inspection import Found, InspectSpec
+from ddpnb.protocol.inspection import InspectSpec
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.strategies.ddp import DEFAULT_CAP_MB
@@ -39,8 +39,12 @@ class Subject:
     """True if DDP looks for parameters that do not contribute to the loss."""
 
 
-def find(spec: InspectSpec, here: Surroundings) -> Found:
-    """Check the model on this rank without communication, and return its parameters.
+def find(
+    spec: InspectSpec, here: Surroundings
+) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
+    """Check the model on this rank without communication.
+
+    Return the shape of each parameter that needs a gradient, and the names of unused parameters.
 
     Raises:
         UserError: the model does not exist, does not fit the batch, or needs no gradient.
@@ -55,10 +59,8 @@ def find(spec: InspectSpec, here: Surroundings) -> Found:
         model.zero_grad()
         loss.backward()
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        return Found(
-            parameters={name: tuple(p.shape) for name, p in trained.items()},
-            unused=tuple(name for name, p in trained.items() if p.grad is None),
-        )
+        unused = tuple(name for name, p in trained.items() if p.grad is None)
+        return {name: tuple(p.shape) for name, p in trained.items()}, unused
 
 
 def subject_of(spec: InspectSpec, here: Surroundings) -> Subject:

@@ -69,7 +69,6 @@ class Task:
     has_loss: bool = True
     """True if the task defines the loss. False if ddpnb uses the default loss."""
     notes: tuple[str, ...] = ()
-    """Notes that every result shows, for example that the data are synthetic."""
     defined: Mapping[str, object] = field(default_factory=dict)
     """Variables of the task's cell and of earlier cells (empty for a built-in task)."""
 

@@ -61,16 +61,13 @@ class BatchSchedule:
     """
 
     num_in_split: int
-    """Number of samples in the training split."""
     _: KW_ONLY
     batch_size: int
-    """Number of samples in a global batch."""
     num_epochs: float
     """Number of passes over the training split. The last pass may be a fraction of an epoch."""
     num_ranks: int
     """Number of ranks in the whole group, even if a strategy uses fewer ranks."""
     seed: int
-    """Seed of the permutations."""
 
     def __post_init__(self) -> None:
         num_samples, num_ranks, batch_size = self.num_in_split, self.num_ranks, self.batch_size

@@ -82,7 +82,6 @@ def cell_task(source: str, namespace: Mapping[str, object], filename: str) -> Ta
 
 
 def _function(name: str, defined: Mapping[str, Any]) -> Any:
-    """Return a function that the cell defines, or None if an optional function is missing."""
     function, example = defined.get(name), _EXAMPLES.get(name)
     if function is None and example is not None:
         raise UserError(f"The cell does not define {name}(). Add it:  {example}.")

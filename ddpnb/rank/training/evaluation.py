@@ -134,7 +134,6 @@ def number_of(value: Any, call: str) -> float:
 
 
 def _joined(*outputs: Any) -> Any:
-    """Join the outputs of all batches into one output."""
     if isinstance(outputs[0], Tensor):
         return torch.cat(outputs) if outputs[0].ndim else torch.stack(outputs)
     if len(outputs) == 1:

@@ -65,7 +65,6 @@ def _momentum(optimizer: Optimizer) -> float:
 
 
 def _fault_notes(spec: RunSpec, plan: Plan) -> list[str]:
-    """Return notes that describe the faults injected into a run."""
     faults = [(fault.rank, f"is {fault.text} on purpose") for fault in parse_slow(spec.slow)]
     for rank, seconds in parse_kills(spec.kill).items():
         faults.append((rank, f"is killed on purpose after {seconds:g} s of training"))

@@ -215,7 +215,6 @@ def _train(
     faults: FaultInjector,
     snapshots: Snapshots,
 ) -> None:
-    """Take the measured steps until the run is complete or stopped."""
     clock = run.clock
     is_short, is_emulated = run.spec.is_ceiling, run.spec.is_emulated
     most_seconds = CEILING_SECONDS if is_short and not is_emulated else math.inf

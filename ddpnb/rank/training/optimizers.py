@@ -12,18 +12,15 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.rank.tasks.base import ModelFactory
+from ddpnb.rank.worker import Worker
 
 
 def make_optimizer(
     parameters: list[nn.Parameter],
-    *,
-    model: nn.Module,
-    make_model: ModelFactory,
+    worker: Worker,
     function: Callable[..., Any] | None,
     spec: RunSpec,
     num_updates: int,
-    schedule_step: Callable[[], int | None] = lambda: None,
 ) -> Optimizer:
     """Return an optimizer that clips gradients and advances its scheduler, with any strategy.
 
@@ -36,8 +33,7 @@ def make_optimizer(
 
     On a server, the parameters are copies of the model's parameters.  ``function`` is the cell's
     function ``optimizer``.  If ``function`` is None, the optimizer is SGD.  ``num_updates`` is the
-    number of updates in the whole run.  Before each step, ``schedule_step`` returns the position in
-    the schedule, or None if the optimizer's own steps count.
+    number of updates in the whole run.
 
     Raises:
         UserError: if the cell's function does not return an optimizer.
@@ -46,12 +42,11 @@ def make_optimizer(
         made: Optimizer = SGD(parameters, lr=spec.learning_rate, momentum=spec.used_momentum)
     else:
         names = list(inspect.signature(function).parameters)
-        takes_model = names[:1] == ["model"]
-        given = _model_of(parameters, model, make_model) if takes_model else parameters
+        given = _model_of(parameters, worker) if names[:1] == ["model"] else parameters
         counts = {"num_steps": num_updates} if "num_steps" in names else {}
         made, scheduler = _checked(function(given, **counts))
         if scheduler is not None:
-            _advance(made, scheduler, num_updates, schedule_step)
+            _advance(made, scheduler, num_updates, worker)
     if (clip := spec.clip) is not None:
 
         def clip_gradients(stepping: Optimizer, *_: object) -> None:
@@ -78,12 +73,7 @@ def _checked(result: Any) -> tuple[Optimizer, LRScheduler | None]:
     )
 
 
-def _advance(
-    made: Optimizer,
-    scheduler: LRScheduler,
-    num_updates: int,
-    schedule_step: Callable[[], int | None],
-) -> None:
+def _advance(made: Optimizer, scheduler: LRScheduler, num_updates: int, worker: Worker) -> None:
     """Make the optimizer advance the scheduler before the next step instead of after a step.
 
     Strategies may scale the learning rate for one update, and restore it before the next step.
@@ -96,7 +86,7 @@ def _advance(
         if is_stepping:
             return
         is_stepping = True
-        wanted, before = schedule_step(), position
+        wanted, before = worker.schedule_step, position
         while position < min(num_made if wanted is None else wanted, num_updates):
             # If another optimizer or worker made the first step, torch warns that this one did not.
             is_first = position == 0
@@ -116,14 +106,11 @@ def _advance(
     made.register_step_post_hook(end)
 
 
-def _model_of(
-    parameters: list[nn.Parameter], model: nn.Module, make_model: ModelFactory
-) -> nn.Module:
+def _model_of(parameters: list[nn.Parameter], worker: Worker) -> nn.Module:
     """Return the model if it has the given parameters; otherwise make a model that has them."""
-    own = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if all(mine is theirs for mine, theirs in zip(own, parameters, strict=True)):
-        return model
-    made = make_model()
+    if all(mine is theirs for mine, theirs in zip(worker.parameters, parameters, strict=True)):
+        return worker.model
+    made = worker.make_model()
     trained = [parameter for parameter in made.parameters() if parameter.requires_grad]
     given = {id(mine): theirs for mine, theirs in zip(trained, parameters, strict=True)}
     for module in made.modules():

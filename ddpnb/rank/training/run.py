@@ -5,7 +5,7 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -75,7 +75,6 @@ class Run:
     task: Task
     schedule: BatchSchedule
     publish: Publish = lambda _: None
-    """Sends an event to the notebook."""
     clock: Clock = field(default_factory=Clock)
     """Measures the time of steps; ``prepare_clock`` turns it on."""
     late_seconds: float = 0.0
@@ -91,7 +90,6 @@ class Run:
     num_rows: int = 0
     """Number of samples that ``collate_fn`` has made of these items."""
     warnings: tuple[str, ...] = ()
-    """Reasons why the results may be wrong."""
 
     def strategy(self) -> Strategy:
         """Return a new instance of the strategy."""
@@ -136,14 +134,8 @@ class Run:
             model=model,
             make_model=self.make_model,
             training_step=self.task.step,
-            make_optimizer=partial(
-                make_optimizer,
-                model=model,
-                make_model=self.make_model,
-                function=self.task.optimizer,
-                spec=self.spec,
-                num_updates=num_updates,
-                schedule_step=lambda: worker.schedule_step,
+            make_optimizer=lambda parameters: make_optimizer(
+                parameters, worker, self.task.optimizer, self.spec, num_updates
             ),
             device=self.device,
             rank=self.state.rank,

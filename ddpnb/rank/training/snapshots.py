@@ -104,7 +104,7 @@ class Snapshots:
         state = self._strategy.snapshot()
         if self._is_kept:
             seconds = self._run.clock.seconds
-            self.kept.append((self._num_samples(shard), seconds, copied(state)))
+            self.kept.append((self._num_samples(shard), seconds, copy_state(state)))
 
     def _num_samples(self, shard: Shard) -> int:
         """Return the number of samples that all workers have trained on after a step on ``shard``.
@@ -143,7 +143,7 @@ class Snapshots:
         return max(every, math.ceil(self._num_steps / (num_copies + 1)))
 
 
-def copied(state: State) -> State:
+def copy_state(state: State) -> State:
     """Copy a model's state to the host's memory, with the attributes that ``state_dict`` sets."""
     result = copy.copy(state)
     for name, value in state.items():

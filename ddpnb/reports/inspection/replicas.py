@@ -9,8 +9,8 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+from ddpnb.protocol.inspection import Held, Part, RankReplica, TensorDigest
 from ddpnb.protocol.notation import spoken_ranks
-from ddpnb.protocol.replicas import Held, Part, RankReplica, TensorDigest
 from ddpnb.reports.formatting import counted, listed
 from ddpnb.reports.kit import Shown
 from ddpnb.reports.style import MUTED

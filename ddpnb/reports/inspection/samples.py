@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, final
 
 import numpy as np
 
-from ddpnb.protocol.replicas import Indices, RankSamples, SamplerSpec
+from ddpnb.protocol.inspection import Indices, RankSamples, SamplerSpec
 from ddpnb.reports.formatting import counted, listed
 from ddpnb.reports.kit import (
     MAX_RANKS,

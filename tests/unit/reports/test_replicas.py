@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.replicas import CHUNK_ELEMENTS, Part
+from ddpnb.protocol.inspection import CHUNK_ELEMENTS, Part
 from ddpnb.rank.inspection import replicas as on_rank
 from ddpnb.reports.inspection.replicas import ReplicaCheck, Verdict, find, measured, with_causes
 
