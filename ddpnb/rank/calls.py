@@ -36,6 +36,7 @@ from ddpnb.rank import cells, shell, tasks, variables
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.inspection import collective, ddp_steps, replicas, samples, subject
 from ddpnb.rank.publisher import Publisher
+from ddpnb.rank.torchrun import show_group
 from ddpnb.rank.training import loop, validation
 from ddpnb.rank.training.run import Surroundings
 
@@ -67,14 +68,13 @@ def carry_out(name: str, arguments: Sequence[Any], folder: str) -> Any:
 
 def _answer(name: str, call: Callable[[], Any], engine: RankEngine) -> Any:
     try:
-        if name not in RUNS_USERS_CODE:
-            return call()
-        with engine.adopted_group.during():
-            return cells.interruptible(call)
+        return cells.interruptible(call) if name in RUNS_USERS_CODE else call()
     except (Exception, KeyboardInterrupt, SystemExit) as error:  # the notebook shows it
         if name in RAISES:
             raise
         return cells.failure_of(error, engine)
+    finally:
+        show_group()
 
 
 @final
@@ -160,7 +160,7 @@ class RankApi:
         self._engine.stop_wanted.clear()  # a late request to stop was for the previous run
         first_batch = rejoin_info.first_batch if rejoin_info else 0
         publisher = Publisher(rank=self._group.rank, run_id=spec.run_id, first_batch=first_batch)
-        with closing(publisher), self._engine.adopted_group.during():
+        with closing(publisher):
             train = functools.partial(
                 loop.train,
                 spec,

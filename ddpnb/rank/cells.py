@@ -24,16 +24,16 @@ from ddpnb.compat.ipykernel_internals import DescriptorStream
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellReport, CellSpec, Failure
 from ddpnb.protocol.processes import process_log
+from ddpnb.rank import process_end
 from ddpnb.rank.cancellation import ConsequenceError, RunCancelledError, is_consequence, text_of
 from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.collectives.mismatch import CollectiveMismatchError
 from ddpnb.rank.collectives.trace import TraceRecorder
-from ddpnb.rank.engine import RankEngine, id_of
-from ddpnb.rank.process_end import FAILED_SECONDS
+from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.shell import questions
 from ddpnb.rank.stack import OWN_FOLDER, is_users, with_cell_names
-from ddpnb.rank.torchrun import process_of, run_script
+from ddpnb.rank.torchrun import process_of, run_script, show_group
 from ddpnb.rank.variables import variables_with_group
 
 DRAIN_SECONDS = 0.2
@@ -53,14 +53,14 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
     """
     rank = engine.group.rank
     os.truncate(process_log(engine.group.folder, rank), 0)  # keep only this cell's output
-    cell, num_outputs = id_of(engine.kernel.get_parent("shell")), engine.sending.num_outputs
+    engine.num_outputs = 0
     with contextlib.ExitStack() as opened:
         publisher = opened.enter_context(closing(Publisher(rank=rank, run_id=spec.run_id)))
         engine.publisher = publisher
         if spec.run_id:
             opened.enter_context(listening(publisher))
         recorder = opened.enter_context(listening(TraceRecorder(rank))) if spec.is_traced else None
-        opened.enter_context(engine.adopted_group.during())
+        opened.callback(show_group)
         errors = run_source(spec, engine)
     failure = failure_of(errors[0], engine) if errors else None
     if errors and (isinstance(errors[0], KeyboardInterrupt) or is_consequence(errors[0])):
@@ -70,7 +70,7 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
         failure=failure,
         num_collectives=engine.group.collective_checks.num_made,
         trace=None if recorder is None else recorder.spans(),
-        is_silent=engine.sending.end_cell(cell, num_outputs),
+        is_silent=engine.end_cell(),
     )
 
 
@@ -138,17 +138,18 @@ def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:
         result = interruptible(run_cell, is_cell=True)
         error: BaseException | None = result.error_before_exec or result.error_in_exec
         return error
-    end, mark, script = engine.process_end, engine.process_end.mark(), spec.script
+    mark, script = process_end.mark_now(), spec.script
 
     def run() -> None:
         seconds = None
         try:
             run_script(script, spec.source, namespace=shell.user_ns)
         except (Exception, KeyboardInterrupt):
-            seconds = FAILED_SECONDS
+            seconds = process_end.FAILED_SECONDS
             raise
         finally:
-            (end.join_threads if script.keeps_variables else end.end)(mark, seconds)
+            end = process_end.join_threads if script.keeps_variables else process_end.end
+            end(mark, seconds)
 
     try:
         with process_of(script, engine.group.device):
@@ -160,7 +161,7 @@ def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:
         shell.events.trigger("post_execute")  # matplotlib shows its figures on this event
         gc.collect()  # frees reference cycles, which may hold GPU memory
         if not script.keeps_variables:
-            interruptible(partial(end.finalize, mark))
+            interruptible(partial(process_end.finalize, mark))
     return None
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import psutil
 
@@ -21,33 +21,8 @@ SETTLE_SECONDS: Final = 1.0
 """Maximum time in seconds that ``bytes_sent`` waits for bytes that are under way."""
 
 
-class Address(NamedTuple):
-    """The IP address and the port of one end of a TCP connection."""
-
-    ip: str
-    port: int
-
-
-class TcpConnection(NamedTuple):
-    """A TCP connection, as seen by one of its two processes."""
-
-    fd: int
-    laddr: Address
-    """Local address: the end of the connection in this process."""
-    raddr: Address
-    """Remote address: the end of the connection in the other process."""
-
-
-class SocketTraffic(NamedTuple):
-    """The number of bytes that a TCP connection has transferred so far, in each direction."""
-
-    num_bytes_acked: int
-    """Number of bytes that were sent and acknowledged."""
-    num_bytes_received: int
-    is_under_way: bool
-    """True if some bytes are not yet sent or not yet acknowledged."""
-
-
+Address = tuple[str, int]
+"""The IP address and the port of one end of a TCP connection."""
 Ends = tuple[Address, Address]
 """Both ends of a connection: first this process's address, then the other process's address."""
 
@@ -106,13 +81,13 @@ def _read_address(text: str, family: socket.AddressFamily) -> Address:
     return _address((socket.inet_ntop(family, packed), int(port, 16)))
 
 
-def own_connections() -> Iterator[TcpConnection]:
-    """Yield the open TCP connections of this process, without reading ``/proc/net/tcp``."""
+def own_connections() -> Iterator[tuple[int, Ends]]:
+    """Yield the descriptor and both ends of each TCP connection that this process has open."""
     for fd in sorted(map(int, os.listdir("/dev/fd"))):
         # The file may have been closed, may not be a socket, or may not be connected.
         with contextlib.suppress(OSError), as_socket(fd) as end:
             if end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM:
-                yield TcpConnection(fd, _address(end.getsockname()), _address(end.getpeername()))
+                yield fd, (_address(end.getsockname()), _address(end.getpeername()))
 
 
 def shut_down(fd: int, how: int = socket.SHUT_RDWR) -> bool:
@@ -125,14 +100,17 @@ def shut_down(fd: int, how: int = socket.SHUT_RDWR) -> bool:
     return True
 
 
-def traffic_of(fd: int) -> SocketTraffic | None:
-    """Return the traffic of a TCP connection, or None if the system does not report the traffic."""
+def traffic_of(fd: int) -> tuple[int, int, int] | None:
+    """Return how many bytes a TCP connection has acknowledged, received and not yet transferred.
+
+    Return None if the system does not report these numbers.
+    """
     if portable():
         return None
     with contextlib.suppress(OSError, struct.error), as_socket(fd) as end:
         info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
         num_unacked, acked, received, unsent = _TCP_INFO.unpack(info)
-        return SocketTraffic(acked, received, num_unacked + unsent > 0)
+        return acked, received, num_unacked + unsent
     return None
 
 
@@ -143,12 +121,12 @@ def bytes_sent() -> int | None:
     """
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
-        sockets = {(each.laddr, each.raddr): each.fd for each in own_connections()}  # no duplicates
+        sockets = {ends: fd for fd, ends in own_connections()}  # no duplicates
         found = [each for fd in sockets.values() if (each := traffic_of(fd))]
         if sockets and not found:
             return None
-        if not any(each.is_under_way for each in found) or time.monotonic() > deadline:
-            return sum(each.num_bytes_acked for each in found)
+        if not any(left for *_, left in found) or time.monotonic() > deadline:
+            return sum(acked for acked, *_ in found)
         time.sleep(0.001)
 
 
@@ -159,4 +137,4 @@ _TCP_INFO: Final = struct.Struct("=24xI92xQQ8xI")
 
 def _address(address: Any) -> Address:
     ip, port = address[:2]
-    return Address(ip.removeprefix("::ffff:"), port)  # prefix of IPv4 addresses in IPv6 sockets
+    return ip.removeprefix("::ffff:"), port  # prefix of IPv4 addresses in IPv6 sockets

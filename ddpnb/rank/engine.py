@@ -7,8 +7,9 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,13 +23,12 @@ from traitlets import Instance
 from ddpnb.compat.ipykernel_internals import DescriptorStream
 from ddpnb.protocol.messages import StaleVariable
 from ddpnb.protocol.processes import ForkServerEvent, RankCommand
-from ddpnb.rank.connections import Address
+from ddpnb.rank import process_end
 from ddpnb.rank.group import Group
-from ddpnb.rank.process_end import STOP_SECONDS, ProcessEnd
 from ddpnb.rank.random_state import note_start, seed_everything
 from ddpnb.rank.shell import prepare
 from ddpnb.rank.status import rank_status, users_stack
-from ddpnb.rank.torchrun import AdoptedGroup, refuse_launchers
+from ddpnb.rank.torchrun import adopt, refuse_launchers
 
 
 def serve_commands(pipe: Connection, handlers: Mapping[RankCommand, Any]) -> None:
@@ -55,15 +55,16 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
     """The engine application of one rank; ``RankEngine.instance()`` returns it."""
 
     group = Instance(Group)
-    adopted_group = Instance(AdoptedGroup)
-    process_end = Instance(ProcessEnd, ())
-    began: frozenset[Any] | None = None
+    began: process_end.Mark | None = None
     """The mark of ``process_end`` before the first cell; None while the engine starts."""
     notebook_folder = ""
     """The notebook's working folder when the notebook last called this rank."""
     stale: Mapping[StaleVariable, int] = MappingProxyType({})
     """Variables that belonged to the previous process group, with the ids of their objects."""
-    sending: "Sending"
+    num_outputs = 0
+    """Number of messages that the latest cell has sent, except status messages and results."""
+    silent_request = ""
+    """Id of the request for the latest cell, if the cell had no output."""
     publisher: Any = None
     """The publisher of this rank's latest cell; None before the first cell."""
     answers = Instance(SimpleQueue, ())
@@ -78,7 +79,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
         """Prepare the IPython shell as soon as the engine has created the shell."""
         if (registering := super().complete_registration(*args)) is not None:
             await registering  # ipyparallel 8 registers without a coroutine
-        self.session.send = self.sending = Sending(self.session.send)
+        self.session.send = partial(self._send, self.session.send)
         self.log.setLevel(self.log_level)  # ipyparallel's DEBUG logs five records per cell
         # Unlike ipykernel, do not change SIGINT's handler around a message: see interruptible.
         self.kernel.pre_handler_hook = self.kernel.post_handler_hook = lambda: None
@@ -93,48 +94,34 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
             device=self.group.device,
         )
         note_start()
-        self.began = self.process_end.start()
+        self.began = process_end.start()
 
     @property
     def shell(self) -> Any:
         """This rank's IPython shell; None while the engine starts."""
         return None if self.kernel is None else self.kernel.shell
 
-
-class Sending:
-    """Sends an engine's messages, but drops unneeded status messages, because many ranks send them.
-
-    ``Sending`` drops messages that report the beginning of a call.  If a cell's result says that
-    the cell had no output, ``Sending`` also drops the message that ends the cell's output.
-    """
-
-    def __init__(self, send: Callable[..., Any]) -> None:
-        self._send = send
-        self._silent_cell: str | None = None
-        self.num_outputs = 0
-        """Number of messages sent so far, not counting status messages and results of calls."""
-
-    def __call__(
-        self, stream: Any, msg_or_type: Any, content: Any = None, *args: Any, **options: Any
+    def _send(
+        self, send: Any, stream: Any, kind: Any, content: Any = None, *args: Any, **options: Any
     ) -> Any:
-        """Send a message as ``Session.send`` does, unless the message is unneeded."""
-        if msg_or_type == "status":
-            is_silent = id_of(options.get("parent")) == self._silent_cell
+        """Send a message, except the status messages that the kernel does not need.
+
+        The kernel does not need messages about the beginning of a call or about the end of a cell
+        without output.  With many ranks, these messages take time.
+        """
+        if kind == "status":
+            is_silent = id_of(options.get("parent")) == self.silent_request != ""
             if is_silent or content == {"execution_state": "busy"}:
                 return None
-        elif msg_or_type != "apply_reply":
+        elif kind != "apply_reply":
             self.num_outputs += 1
-        return self._send(stream, msg_or_type, content, *args, **options)
+        return send(stream, kind, content, *args, **options)
 
-    def end_cell(self, cell: str, num_outputs_before: int) -> bool:
-        """Return True if a cell had no output; in that case, drop the cell's last status message.
-
-        ``cell`` is the id of the cell's request.
-        """
+    def end_cell(self) -> bool:
+        """Return True if the latest cell had no output; then drop its last status message."""
         streams = [each for each in (sys.stdout, sys.stderr) if isinstance(each, DescriptorStream)]
-        is_sent = not any(each.has_written for each in streams)
-        is_silent = is_sent and self.num_outputs == num_outputs_before
-        self._silent_cell = cell if is_silent else None
+        is_silent = not self.num_outputs and not any(each.has_written for each in streams)
+        self.silent_request = id_of(self.kernel.get_parent("shell")) if is_silent else ""
         return is_silent
 
 
@@ -165,19 +152,16 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
         local_rank=int(os.environ["LOCAL_RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
-        master=Address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
+        master=(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
         backend=settings["backend"],
         device=device,
         folder=folder,
         host=settings["host"],
         peers=frozenset(settings["peers"]),
     )
-    adopted_group = AdoptedGroup(group)
-    adopted_group.install()
+    adopt(group)
     refuse_launchers(group.world_size)
-    engine = RankEngine.instance(
-        group=group, adopted_group=adopted_group, out_stream_factory=DescriptorStream
-    )
+    engine = RankEngine.instance(group=group, out_stream_factory=DescriptorStream)
     handlers = {
         RankCommand.ABORT: group.abort,
         RankCommand.ANSWER: engine.answers.put,
@@ -197,5 +181,5 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
         engine.start()
     finally:
         if engine.began is not None:  # the fork server waits only some seconds
-            engine.process_end.end(engine.began, STOP_SECONDS)
-            engine.process_end.finalize(engine.began, STOP_SECONDS)
+            process_end.end(engine.began, process_end.STOP_SECONDS)
+            process_end.finalize(engine.began, process_end.STOP_SECONDS)

@@ -24,7 +24,6 @@ from ddpnb.rank.collectives import mismatch
 from ddpnb.rank.collectives.mismatch import MismatchCheck
 from ddpnb.rank.connections import (
     Address,
-    TcpConnection,
     ends_of,
     own_connections,
     shut_down,
@@ -183,35 +182,35 @@ class Group:
         if not torch_internals.gloo_notices_ends.works:
             return num_aborted
         theirs = ends_of(peers)
-        for own in own_connections():
-            if (own.raddr, own.laddr) in theirs or self._leads_to_peer(own):
-                num_aborted += shut_down(own.fd)
+        for fd, (own, other) in own_connections():
+            if (other, own) in theirs or self._leads_to_peer(own, other):
+                num_aborted += shut_down(fd)
         return num_aborted
 
-    def _leads_to_peer(self, connection: TcpConnection) -> bool:
+    def _leads_to_peer(self, own: Address, other: Address) -> bool:
         """Return True if a connection probably leads to a rank on another host.
 
         A lost host cannot report the connections of its ranks.  So a connection to another host
         counts as a rank's connection if the system chose both ports (ephemeral ports).  Services to
         which the user's code connects have fixed ports, so these connections do not count.
         """
-        if connection.raddr.ip not in self.peers:
+        (_, own_port), (ip, port) = own, other
+        if ip not in self.peers:
             return False
         known = ephemeral_ports()
-        ports = (connection.laddr.port, connection.raddr.port)
-        return all(port in known or port == self.master.port for port in ports)
+        return all(each in known or each == self.master[1] for each in (own_port, port))
 
     def num_bytes_between_hosts(self) -> int:
         """Return the number of bytes that this rank has exchanged with other hosts' ranks."""
         if not self.peers:
             return 0
-        store = self.master.port  # excluded, because waiting ranks poll the store
+        _, store = self.master  # excluded, because waiting ranks poll the store
         found = [
-            traffic_of(own.fd)
-            for own in own_connections()
-            if own.raddr.ip in self.peers and store not in (own.laddr.port, own.raddr.port)
+            traffic_of(fd) or (0, 0)
+            for fd, ((_, own_port), (ip, port)) in own_connections()
+            if ip in self.peers and store not in (own_port, port)
         ]
-        return sum(each.num_bytes_acked + each.num_bytes_received for each in found if each)
+        return sum(acked + received for acked, received, *_ in found)
 
     def state(self) -> RankState:
         """Describe this rank's host, process and device."""

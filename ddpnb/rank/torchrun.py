@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,74 +65,64 @@ def refuse_launchers(num_ranks: int) -> None:
     elastic_launch.__call__ = refuse  # type: ignore[method-assign]
 
 
-@final
-class AdoptedGroup:
-    """Gives the user's code the cluster's default group instead of a new group."""
+_hidden: list[Any] = []
+"""The default group while it is hidden; empty if it is visible."""
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._pid = os.getpid()
-        self._hidden: Any = None
-        """The default group while it is hidden; None if it is visible."""
 
-    def install(self) -> None:
-        """Replace torch's functions that form and destroy groups, in every torch module."""
-        torch_internals.replace_function("init_process_group", self._init)
-        torch_internals.replace_function("destroy_process_group", self._destroy)
+def adopt(group: Group) -> None:
+    """Give the user's code the cluster's default group, instead of a new group, in every module."""
+    pid = os.getpid()  # a forked process is no rank
 
-    @contextlib.contextmanager
-    def during(self) -> Iterator[None]:
-        """Return a context for the user's code.  When it ends, show a hidden group again."""
-        try:
-            yield
-        finally:
-            self._show()
-
-    def _show(self) -> None:
-        if self._hidden is not None:
-            torch_internals.set_default_group(self._hidden)
-            self._hidden = None
-
-    def _init(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def adopted_init(original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
 
         def init_process_group(*args: Any, **options: Any) -> Any:
-            is_formed = dist.is_initialized() or self._hidden is not None
-            if not is_formed or os.getpid() != self._pid:  # a forked process is no rank
+            is_formed = dist.is_initialized() or _hidden
+            if not is_formed or os.getpid() != pid:
                 return original(*args, **options)
-            self._check(signature.bind(*args, **options).arguments)
-            self._show()
+            _check(signature.bind(*args, **options).arguments, group)
+            show_group()
             return None
 
         return init_process_group
 
-    def _check(self, asked: dict[str, Any]) -> None:
-        """Raise ``UserError`` if ``init_process_group`` asks for another backend, size or rank."""
-        group = self._group
-        if (backend := asked.get("backend")) not in UNNAMED:
-            asked["backend"] = backend_on(group.device.type, str(backend))
-        for name in ("backend", "world_size", "rank"):
-            given, own = asked.get(name), getattr(group, name)
-            if given not in (*UNNAMED, own):
-                raise UserError(
-                    f"init_process_group asks for {name} {given}, but the cluster's group has "
-                    f"{name} {own}. Change the argument or remove it."
-                )
-
-    def _destroy(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def adopted_destroy(original: Callable[..., Any]) -> Callable[..., Any]:
         def destroy_process_group(group: Any = None) -> None:
             default = dist.group.WORLD
             is_default = default is not None and (group is None or group is default)
-            if not is_default or os.getpid() != self._pid:
+            if not is_default or os.getpid() != pid:
                 original(group)
                 return
             for each in torch_internals.process_groups():
                 if each is not default:
                     original(each)
-            self._hidden = default  # first, because an interrupt may come before the next line
+            _hidden.append(default)  # first, because an interrupt may come before the next line
             torch_internals.set_default_group(None)
 
         return destroy_process_group
+
+    torch_internals.replace_function("init_process_group", adopted_init)
+    torch_internals.replace_function("destroy_process_group", adopted_destroy)
+
+
+def show_group() -> None:
+    """Show a hidden group again.  Call this function when the user's code has ended."""
+    if _hidden:
+        torch_internals.set_default_group(_hidden[0])
+        _hidden.clear()
+
+
+def _check(asked: dict[str, Any], group: Group) -> None:
+    """Raise ``UserError`` if ``init_process_group`` asks for another backend, size or rank."""
+    if (backend := asked.get("backend")) not in UNNAMED:
+        asked["backend"] = backend_on(group.device.type, str(backend))
+    for name in ("backend", "world_size", "rank"):
+        given, own = asked.get(name), getattr(group, name)
+        if given not in (*UNNAMED, own):
+            raise UserError(
+                f"init_process_group asks for {name} {given}, but the cluster's group has "
+                f"{name} {own}. Change the argument or remove it."
+            )
 
 
 def backend_on(device: str, backend: str) -> str:

@@ -15,7 +15,6 @@ from torch._C._distributed_c10d import _create_work_from_future
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.cancellation import is_consequence
-from ddpnb.rank.connections import Address
 from ddpnb.rank.group import Group
 from tests.rank.ranks import Ranks
 
@@ -66,7 +65,7 @@ def member(rank: int, folder: Path) -> Group:
         local_rank=rank,
         world_size=2,
         local_world_size=2,
-        master=Address("127.0.0.1", 0),
+        master=("127.0.0.1", 0),
         backend="standin",
         device=torch.device("cpu"),
         folder=folder,

@@ -22,7 +22,7 @@ def wait(rank: int, path: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
     if rank == 1:
         time.sleep(60)
-    threading.Timer(1, lambda: [shut_down(each.fd) for each in own_connections()]).start()
+    threading.Timer(1, lambda: [shut_down(fd) for fd, _ in own_connections()]).start()
     began = time.monotonic()
     try:
         dist.all_reduce(torch.ones(1))

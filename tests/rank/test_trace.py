@@ -145,11 +145,11 @@ def bytes_of_all(state, folder) -> dict[tuple[str, int], tuple[int, int, int | N
         for root in range(num if name in ROOTED else 1):
             given = {"root": root} if name in ROOTED else {}
             spec = CollectiveSpec(name=name, ranks=tuple(range(num)), **given)
-            call = collective._call(spec, dist.group.WORLD, NUMBERS, torch.device("cpu"))
+            *_, call = collective._call(spec, dist.group.WORLD, NUMBERS, torch.device("cpu"))
             dist.barrier()
             before = bytes_sent()
             with listening(clock):
-                call.make()
+                call()
             counted = None if before is None else bytes_sent() - before
             found[name, root] = *clock.take(), counted
     return found

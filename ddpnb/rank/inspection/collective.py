@@ -7,7 +7,6 @@ Runs on the ranks.
 
 import statistics
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,16 +23,6 @@ CHUNKED = ("reduce_scatter", "all_to_all")
 NUMBER_BYTES = 4
 FEW_CELLS = 8
 """Approximate number of elements that ddpnb shows for each tensor."""
-
-
-class _Call(NamedTuple):
-    """One call of a collective, and the tensors that it reads and writes."""
-
-    given: Tensor | None
-    """The input tensor, or None if this rank has no input."""
-    got: Tensor | None
-    """The output tensor, which the call changes in place, or None if this rank has no output."""
-    make: Callable[[], object]
 
 
 def show(spec: CollectiveSpec, *, device: torch.device) -> CollectiveShown | None:
@@ -57,11 +46,11 @@ def _shown(spec: CollectiveSpec, group: dist.ProcessGroup, device: torch.device)
     if not spec.num_bytes:
         num = 2 * num_chunks if spec.name in (*CHUNKED, "scatter") else 4
 
-    first = _call(spec, group, num, device)
-    before = _chunks(first.given, num_ranks if spec.name == "scatter" else num_chunks)
+    given, got, call = _call(spec, group, num, device)
+    before = _chunks(given, num_ranks if spec.name == "scatter" else num_chunks)
     dist.barrier(group)  # opens the connections, and lets all ranks begin together
     sent = bytes_sent()
-    first.make()
+    call()
     synchronize(device)
     sent_after = bytes_sent()
     counted = None if sent is None or sent_after is None else sent_after - sent
@@ -69,18 +58,23 @@ def _shown(spec: CollectiveSpec, group: dist.ProcessGroup, device: torch.device)
     return CollectiveShown(
         rank=dist.get_rank(),
         before=before,
-        after=_chunks(first.got, num_ranks if gathers else 1),
-        num_given=0 if first.given is None else first.given.numel(),
-        num_got=0 if first.got is None else first.got.numel(),
-        seconds=_median(_call(spec, group, num, device), group, device),
-        small_seconds=_median(_call(spec, group, num_chunks, device), group, device),
+        after=_chunks(got, num_ranks if gathers else 1),
+        num_given=0 if given is None else given.numel(),
+        num_got=0 if got is None else got.numel(),
+        seconds=_median(spec, group, num, device),
+        small_seconds=_median(spec, group, num_chunks, device),
         num_bytes_sent=counted if backend == "gloo" else None,
         backend=backend,
     )
 
 
-def _call(spec: CollectiveSpec, group: dist.ProcessGroup, num: int, device: torch.device) -> _Call:
-    """Return a call with new tensors of ``num`` elements."""
+def _call(
+    spec: CollectiveSpec, group: dist.ProcessGroup, num: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None, Callable[[], object]]:
+    """Return a call's input and output with ``num`` elements, and a function that makes the call.
+
+    The input or output is None if this rank has none.
+    """
     rank, num_ranks, root, name = dist.get_rank(), len(spec.ranks), spec.from_rank, spec.name
     is_root, op = rank == root, getattr(dist.ReduceOp, spec.op.upper())
     places = torch.arange(num * num_ranks if name == "scatter" else num, device=device)
@@ -105,17 +99,19 @@ def _call(spec: CollectiveSpec, group: dist.ProcessGroup, num: int, device: torc
     }
     gives = name != "barrier" and (is_root or name not in ("broadcast", "scatter"))
     gets = name != "barrier" and (is_root or name not in ("reduce", "gather"))
-    return _Call(given if gives else None, got if gets else None, calls[name])
+    return given if gives else None, got if gets else None, calls[name]
 
 
-def _median(call: _Call, group: dist.ProcessGroup, device: torch.device) -> float:
+def _median(
+    spec: CollectiveSpec, group: dist.ProcessGroup, num: int, device: torch.device
+) -> float:
     """Return a call's median time on this rank.  All ranks begin each call together."""
-    times = []
-    if call.got is not None:
-        call.got.zero_()  # otherwise repeated products would overflow
+    times, (_, got, call) = [], _call(spec, group, num, device)
+    if got is not None:
+        got.zero_()  # otherwise repeated products would overflow
     for _ in range(NUM_TIMED + 1):
         dist.barrier(group)
-        times.append(timed(call.make, device))
+        times.append(timed(call, device))
     return statistics.median(times[1:])
 
 

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from contextlib import closing
 from functools import partial
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 from weakref import proxy
 
 import torch
@@ -82,11 +82,8 @@ def _emulation(devices: Devices, subject: Subject) -> Emulation:
     return Emulation(devices=devices, times=ComputeTimes(compute=compute), num_bytes=size)
 
 
-class _Step(NamedTuple):
-    spans: tuple[Span, ...]
-    seconds: float
-    ready: dict[str, float]
-    """Seconds from the start of the backward pass until each gradient was ready."""
+Step = tuple[tuple[Span, ...], float, dict[str, float]]
+"""The spans of a step, its seconds, and the seconds of each gradient since the backward pass."""
 
 
 @final
@@ -123,23 +120,23 @@ class _Stepper:
 
     def report(self) -> CapReport:
         """Take steps, and return a report about them.  Every rank takes part."""
-        fastest = min(self.step().seconds for _ in range(NUM_WARMUP_STEPS))
+        fastest = min(seconds for _, seconds, _ in (self.step() for _ in range(NUM_WARMUP_STEPS)))
         slowest = torch.tensor([fastest], device=self._device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # all ranks take the same number of steps
         num_steps = min(max(int(MOST_SECONDS / slowest.item()), FEWEST_STEPS), MOST_STEPS)
         steps = [self.step() for _ in range(num_steps if self.ends is None else 1)]
         ready = {
-            name: statistics.median(each.ready[name] for each in steps if name in each.ready)
-            for name in steps[0].ready
+            name: statistics.median(each[name] for *_, each in steps if name in each)
+            for name in steps[0][2]
         }
         return CapReport(
             cap_mb=self._cap_mb,
             buckets=tuple(self._buckets[index] for index in sorted(self._buckets)),
-            steps=tuple(each.spans for each in steps),
+            steps=tuple(spans for spans, *_ in steps),
             ready_seconds=dict(sorted(ready.items(), key=lambda item: item[1])),
         )
 
-    def step(self) -> _Step:
+    def step(self) -> Step:
         """Take one step.  Every rank takes part."""
         self._ready: dict[str, Moment] = {}
         self._sent: dict[int, tuple[Moment, Moment]] = {}
@@ -192,7 +189,7 @@ class _Stepper:
         # type: the hook accepts None for the default group, which DDP uses here
         return allreduce_hook(None, bucket).then(end)  # type: ignore[arg-type]
 
-    def _noted(self, phases: list[Moment]) -> _Step:
+    def _noted(self, phases: list[Moment]) -> Step:
         """Return the recorded step, with times of the monotonic clock that a host's ranks share."""
         first = phases[0]
 
@@ -221,20 +218,17 @@ class _Stepper:
         for index, times in sent.items():
             noted.append(("communication", f"bucket {index}", *times))
             sizes[f"bucket {index}"] = self._buckets[index].num_bytes
-        return _Step(
-            spans=tuple(
-                Span(
-                    rank=dist.get_rank(),
-                    lane=lane,
-                    name=name,
-                    start=start,
-                    end=end,
-                    num_bytes=sizes.get(name),
-                    group=group if name in sizes else (),
-                )
-                for lane, name, start, end in noted
-                if end > start
-            ),
-            seconds=updated - begun,
-            ready={name: at - forward_done for name, at in ready.items()},
+        spans = tuple(
+            Span(
+                rank=dist.get_rank(),
+                lane=lane,
+                name=name,
+                start=start,
+                end=end,
+                num_bytes=sizes.get(name),
+                group=group if name in sizes else (),
+            )
+            for lane, name, start, end in noted
+            if end > start
         )
+        return spans, updated - begun, {name: at - forward_done for name, at in ready.items()}
