@@ -109,10 +109,9 @@ def _outcome(future: Any) -> Any:
 @Probe("ipyparallel", "the ranks need a few more seconds to start")
 def replaces_heartbeats() -> bool:
     """Return True if ddpnb can change the rate of the controller's heartbeats."""
-    return (
-        "HeartMonitor" in heartmonitor._setup_heartmonitor.__code__.co_names
-        and {"PeriodicCallback", "caller"} <= {*heartmonitor.HeartMonitor.start.__code__.co_names}
-        and "loop" in heartmonitor.HeartMonitor.class_trait_names()
+    names = {*heartmonitor.HeartMonitor.start.__code__.co_names}
+    return {"PeriodicCallback", "caller"} <= names and (
+        "loop" in heartmonitor.HeartMonitor.class_trait_names()
     )
 
 
@@ -126,10 +125,11 @@ def beat_quickly_at_first(milliseconds: int, seconds: float) -> None:
     if not replaces_heartbeats.works:
         return
 
-    class QuickHeartMonitor(heartmonitor.HeartMonitor):  # type: ignore[misc]  # has no type hints
-        def start(self) -> None:
-            super().start()
-            usual, self.caller.callback_time = self.caller.callback_time, milliseconds
-            self.loop.call_later(seconds, setattr, self.caller, "callback_time", usual)
+    usual_start = heartmonitor.HeartMonitor.start
 
-    heartmonitor.HeartMonitor = QuickHeartMonitor
+    def start(monitor: Any) -> None:
+        usual_start(monitor)
+        usual, monitor.caller.callback_time = monitor.caller.callback_time, milliseconds
+        monitor.loop.call_later(seconds, setattr, monitor.caller, "callback_time", usual)
+
+    heartmonitor.HeartMonitor.start = start

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -233,15 +233,6 @@ def gloo_notices_ends() -> bool:
 # -- collectives in progress ---------------------------------------------------------------
 
 
-class PendingCollective(NamedTuple):
-    """A collective in torch's flight recorder that has begun but not ended."""
-
-    name: str
-    """Name of the function of ``torch.distributed``."""
-    tensor: str
-    """Types and shapes of the collective's input tensors, such as ``"Float [3, 4]"``."""
-
-
 @Probe(
     "torch",
     "ddpnb cannot detect a rank that waits inside DDP's backward pass. "
@@ -257,9 +248,10 @@ def records_collectives() -> bool:
 
 def pending_collective(
     since_ns: int, *, seconds_on_gpu: float | None = None
-) -> PendingCollective | None:
+) -> tuple[str, str] | None:
     """Return the oldest collective that began on this rank after ``since_ns`` and has not ended.
 
+    Return its function's name, and its input tensors' types and shapes such as ``"Float [3, 4]"``.
     If ``seconds_on_gpu`` is given, ignore collectives that began less than this number of seconds
     ago, and collectives that the GPU has not started.  With ``TORCH_NCCL_ENABLE_TIMING``, an NCCL
     entry is "scheduled" while the GPU computes earlier work, and then "started"
@@ -288,10 +280,10 @@ def _is_pending(entry: dict[str, Any], since_ns: int) -> bool:
     return not entry["retired"] and bool(entry["time_created_ns"] > since_ns)
 
 
-def _described(entry: dict[str, Any]) -> PendingCollective:
+def _described(entry: dict[str, Any]) -> tuple[str, str]:
     pairs = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
     tensor = ", ".join(f"{kind} {size}" for kind, size in pairs)
-    return PendingCollective(entry["profiling_name"].partition(":")[2], tensor)
+    return entry["profiling_name"].partition(":")[2], tensor
 
 
 @Probe("torch", "on GPUs, ddpnb cannot end waits in sub-groups and in cells with `--check`")

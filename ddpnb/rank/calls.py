@@ -3,7 +3,7 @@
 import functools
 import os
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any, final
@@ -34,7 +34,7 @@ from ddpnb.protocol.trace import CollectiveShown, CollectiveSpec
 from ddpnb.protocol.variables import Parcel
 from ddpnb.rank import cells, shell, tasks, variables
 from ddpnb.rank.engine import RankEngine
-from ddpnb.rank.inspection import collective, ddp_steps, replicas, samples, subject
+from ddpnb.rank.inspection import collective, ddp_steps, replicas, samples
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.torchrun import show_group
 from ddpnb.rank.training import loop, validation
@@ -58,23 +58,18 @@ def carry_out(name: str, arguments: Sequence[Any], folder: str) -> Any:
         engine.notebook_folder = folder
         with suppress(OSError):  # this host may not have the folder
             os.chdir(folder)
-    try:
-        return _answer(name, functools.partial(getattr(RankApi(engine), name), *arguments), engine)
-    finally:  # the call's frames have ended, so they hold no model any more
-        if name in USES_DEVICE or name == "train":
-            engine.shell.InteractiveTB.tb = None  # IPython keeps the latest traceback
-            loop.release_memory(engine.group.device)
-
-
-def _answer(name: str, call: Callable[[], Any], engine: RankEngine) -> Any:
+    call = functools.partial(getattr(RankApi(engine), name), *arguments)
     try:
         return cells.interruptible(call) if name in RUNS_USERS_CODE else call()
     except (Exception, KeyboardInterrupt, SystemExit) as error:  # the notebook shows it
         if name in RAISES:
             raise
         return cells.failure_of(error, engine)
-    finally:
+    finally:  # the call's frames have ended, so they hold no model any more
         show_group()
+        if name in USES_DEVICE or name == "train":
+            engine.shell.InteractiveTB.tb = None  # IPython keeps the latest traceback
+            loop.release_memory(engine.group.device)
 
 
 @final
@@ -212,7 +207,7 @@ class RankApi:
         self, spec: InspectSpec
     ) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
         """Run the inspected model alone; return its parameters' shapes and the unused ones."""
-        return subject.find(spec, self._surroundings(spec.task))
+        return ddp_steps.find(spec, self._surroundings(spec.task))
 
     def inspect_ddp(self, spec: InspectSpec) -> tuple[CapReport, ...]:
         """Train a copy of the model with DDP for some steps, and measure the steps."""

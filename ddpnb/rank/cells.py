@@ -13,7 +13,7 @@ from bdb import BdbQuit
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, TypeVar
 
 import IPython
@@ -285,27 +285,23 @@ def explained(error: BaseException, engine: RankEngine) -> BaseException:
 
 def traceback_of(error: BaseException, shell: Any) -> list[str]:
     """Return the formatted traceback, beginning at the first line of the user's code."""
-    frames = from_first(error.__traceback__, is_users)
+    links = [*links_of(error.__traceback__)]
+    users = [each for each in links if is_users(each.tb_frame)]
     is_for_users = isinstance(error, UserError | SystemExit)
-    if isinstance(error, BdbQuit) or (is_for_users and frames is None):
+    if isinstance(error, BdbQuit) or (is_for_users and not users):
         return []  # the message is enough
-    if isinstance(
-        error, CollectiveMismatchError | UnusedParametersError | StaleGroupError | UserError
-    ):
-        end_at_users(frames)
+    explained_errors = CollectiveMismatchError | UnusedParametersError | StaleGroupError | UserError
+    if users and isinstance(error, explained_errors):
+        users[-1].tb_next = None
     own = (OWN_FOLDER, IPython.__path__[0])
-    frames = frames or from_first(
-        error.__traceback__, lambda frame: not frame.f_code.co_filename.startswith(own)
-    )
+    others = [each for each in links if not each.tb_frame.f_code.co_filename.startswith(own)]
+    frames = [*users, *others, error.__traceback__][0]
     if is_plain(error):
-        frames = frames or error.__traceback__
         return "".join(traceback.format_exception(type(error), error, frames)).splitlines()
-    if isinstance(error, SyntaxError) and frames is None:
+    if isinstance(error, SyntaxError) and not users and not others:
         lines: list[str] = shell.SyntaxTB.structured_traceback(type(error), error, [])
     else:
-        lines = shell.InteractiveTB.structured_traceback(
-            type(error), error, frames or error.__traceback__, tb_offset=0
-        )
+        lines = shell.InteractiveTB.structured_traceback(type(error), error, frames, tb_offset=0)
     return lines
 
 
@@ -322,23 +318,11 @@ def is_plain(error: BaseException) -> bool:
     return any(line is None for _, line in frames)
 
 
-def from_first(
-    frames: TracebackType | None, is_wanted: Callable[[FrameType], bool]
-) -> TracebackType | None:
-    """Return the part of a traceback from the first wanted frame on; None if no frame is wanted."""
-    while frames is not None and not is_wanted(frames.tb_frame):
-        frames = frames.tb_next
-    return frames
-
-
-def end_at_users(frames: TracebackType | None) -> None:
-    """Cut a traceback off after the innermost line of the user's code, if it has such a line."""
-    last = None
-    while frames is not None:
-        last = frames if is_users(frames.tb_frame) else last
-        frames = frames.tb_next
-    if last is not None:
-        last.tb_next = None
+def links_of(link: TracebackType | None) -> Iterator[TracebackType]:
+    """Yield the links of a traceback, beginning with the outermost frame."""
+    while link is not None:
+        yield link
+        link = link.tb_next
 
 
 def release_frames(error: BaseException) -> None:

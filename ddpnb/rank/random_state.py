@@ -59,7 +59,7 @@ def preserve_globals(
         is_measured: like ``is_fresh``, but only for settings that change results or speed.
         keeps_changes: if True, the block's settings and its random state stay.
     """
-    before = current_settings()
+    before = [get() for get, _ in (*_SETTINGS, *_SURROUNDINGS)]
     on_gpu = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     random_state = contextlib.nullcontext() if keeps_changes else preserve_random(device)
     if is_fresh or is_measured:
@@ -102,13 +102,8 @@ def computing_settings() -> list[Any]:
     return [get() for get, _ in _COMPUTING]
 
 
-def current_settings() -> list[Any]:
-    """Return the values of all global settings, for ``restore_settings``."""
-    return [get() for get, _ in (*_SETTINGS, *_SURROUNDINGS)]
-
-
 def restore_settings(values: Sequence[Any]) -> None:
-    """Restore the global settings that differ from the values of ``current_settings``."""
+    """Restore the global settings that differ from values that were read before."""
     for (get, set_to), value in zip((*_SETTINGS, *_SURROUNDINGS), values, strict=False):
         if get() != value:
             set_to(value)

@@ -54,8 +54,8 @@ def rank_status(group: Group) -> RankStatus:
     on_gpu = None
     if group.backend == "nccl":
         on_gpu = torch_internals.pending_collective(group.joined_ns, seconds_on_gpu=GPU_SECONDS)
-        pending = on_gpu or pending
-    call = call or ("all_reduce" if in_shared_sum else pending.name if pending else "")
+    name, tensor = on_gpu or pending or ("", "")
+    call = call or ("all_reduce" if in_shared_sum else name)
     users = next(filter(is_users, [*frames, *awaiting(frames)]), None)
     path = users.f_code.co_filename if users else ""
     cell = CELLS.get(path, 0)
@@ -67,7 +67,7 @@ def rank_status(group: Group) -> RankStatus:
         file="" if cell else Path(path).name,
         call=call,
         in_backward=bool(call) and in_file(frames, BACKWARD),
-        tensor=pending.tensor if call and pending else "",
+        tensor=tensor if call else "",
         peer=peer,
         num_collectives=group.collective_checks.num_made,
         num_bytes_between_hosts=group.num_bytes_between_hosts(),

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ddpnb.protocol.errors import UserError, summary_of
+from ddpnb.protocol.errors import UserError, closest, summary_of
 from ddpnb.protocol.messages import REMEDIES, RunSpec, StaleVariable
 from ddpnb.protocol.variables import Parcel, dump, load, opened, packed, receive
 
@@ -123,6 +123,18 @@ def give(
         raise TimeoutError("the notebook no longer waits for this value")
     parts = dump(eval(expression, namespace), for_ranks=False, classes=classes)
     return packed(parts, path, num_copies=num_copies)
+
+
+def value_of(expression: str, namespace: Mapping[str, Any], **others: Any) -> Any:
+    """Evaluate the user's expression on this rank.  Raise UserError if the expression fails."""
+    try:
+        return eval(expression, {**namespace, **others})  # runs the user's code, as a cell does
+    except NameError as error:
+        near = closest(error.name or "", [name for name in namespace if not name.startswith("_")])
+        hint = f"; did you mean {near}?" if near else ". Define it in a %%ddp cell."
+        raise UserError(f"{error.name} is not defined{hint}") from None
+    except Exception as error:
+        raise UserError(f"{expression} raised {summary_of(error).rstrip('.')}.") from error
 
 
 # -- variables that hold a process group that has ended --------------------------------------

@@ -19,7 +19,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.inspection import InspectSpec
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.clock import Clock
-from ddpnb.rank.inspection import ddp_steps, subject
+from ddpnb.rank.inspection import ddp_steps
 from ddpnb.rank.training.run import Surroundings
 from tests.rank.ranks import make_state
 
@@ -62,7 +62,7 @@ def inspected(state: RankState, folder: Path, is_ddp: bool, given: dict[str, Any
     names, spec = namespace_of(state, is_ddp=is_ddp), spec_of(given)
     before = everything(names)
     here = Surroundings(state=state, namespace=names, folder=folder)
-    shapes, unused = subject.find(spec, here)
+    shapes, unused = ddp_steps.find(spec, here)
     spec = replace(spec, finds_unused=bool(unused))
     report = ddp_steps.measure(spec, here)
     assert all(map(torch.equal, before, everything(names)))
@@ -140,4 +140,4 @@ def test_a_mistake_is_one_sentence(given: dict[str, str], named: str):
     state = make_state(0, 2)
     here = Surroundings(state=state, namespace=namespace_of(state, is_ddp=False))
     with pytest.raises(UserError, match=named):
-        subject.find(spec_of(given), here)
+        ddp_steps.find(spec_of(given), here)

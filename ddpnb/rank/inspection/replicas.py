@@ -24,9 +24,8 @@ from ddpnb.protocol.inspection import (
     TensorDigest,
 )
 from ddpnb.rank.collectives.flat import local
-from ddpnb.rank.inspection.subject import value_of
 from ddpnb.rank.tasks.batches import leaves
-from ddpnb.rank.variables import held_by, kind_with_group
+from ddpnb.rank.variables import held_by, kind_with_group, value_of
 
 
 @torch.no_grad()

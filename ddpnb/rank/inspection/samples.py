@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.protocol.inspection import Indices, RankSamples, SamplerSpec
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.inspection.subject import value_of
 from ddpnb.rank.random_state import preserve_globals
+from ddpnb.rank.variables import value_of
 
 DATA = ("dataset", "data_source")
 """The attributes in which samplers keep their data set.  ddpnb does not copy the data set."""

@@ -6,7 +6,7 @@ import pytest
 from torch.distributed import DistBackendError, DistNetworkError
 
 from ddpnb.compat import torch_internals
-from ddpnb.compat.torch_internals import PendingCollective, pending_collective
+from ddpnb.compat.torch_internals import pending_collective
 from ddpnb.rank.cancellation import ConsequenceError, is_consequence
 
 
@@ -21,7 +21,7 @@ def entry(name: str, *, state: str, age: float) -> dict:
     }
 
 
-WAITED_FOR = PendingCollective("all_reduce", "Float [3]")
+WAITED_FOR = ("all_reduce", "Float [3]")
 
 
 @pytest.mark.parametrize(
