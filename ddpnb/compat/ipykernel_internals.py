@@ -41,16 +41,6 @@ def reads_descriptors() -> bool:
     }
 
 
-@Probe("ipykernel", "printing many lines is slower")
-def finds_buffers() -> bool:
-    """Return True if a stream has one buffer, or keeps its text in the expected buffers."""
-    names = {*OutStream.write.__code__.co_names}
-    return "_buffers" not in names or names >= {
-        *("parent_header", "_is_master_process", "_buffer_lock", "frozenset"),
-        *("_schedule_flush", "echo", "pub_thread"),
-    }
-
-
 @Probe("IPython", "ranks keep all their output in memory, and errors take longer to appear")
 def keeps_results() -> bool:
     """Return True if ddpnb can prevent IPython from storing a cell's output and error."""
@@ -113,22 +103,20 @@ class DescriptorStream(OutStream):
     """True if a thread reads the descriptor; ipykernel 6 sets this only if it starts a thread."""
     has_written = False
     """True if there may be text that is not sent yet."""
-    _latest: tuple[Any, frozenset[Any]] = None, frozenset()
-    """The request that wrote the latest text, and the key of this request's buffer."""
+
+    def set_parent(self, parent: Any) -> None:
+        """Set the request whose cell writes the text.
+
+        Each ``write`` of ipykernel hashes all fields of the request's header, so keep only two.
+        """
+        header = parent.get("header", {})
+        kept = {name: header[name] for name in ("msg_id", "session") if name in header}
+        super().set_parent(kept and {"header": kept})  # type: ignore[no-untyped-call]
 
     def write(self, string: str) -> Any:
         """Write to the notebook, and return the number of characters."""
-        parent, (known, key) = self.parent_header, self._latest
-        if parent is known and self.pub_thread is not None and os.getpid() == self._master_pid:
-            with self._buffer_lock:  # like OutStream, which creates the key on each write
-                self._buffers[key].write(string)
-            self._schedule_flush()  # type: ignore[no-untyped-call]
-        else:
-            super().write(string)
-            if finds_buffers.works and self.echo is None and hasattr(self, "_buffers"):
-                self._latest = parent, frozenset(parent.items())
         self.has_written = True
-        return len(string)
+        return super().write(string)
 
     def flush(self) -> None:
         """Send the written text, and return once it is sent."""

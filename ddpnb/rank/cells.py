@@ -13,7 +13,6 @@ from bdb import BdbQuit
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeVar
 
 import IPython
@@ -32,7 +31,7 @@ from ddpnb.rank.collectives.trace import TraceRecorder
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.shell import questions
-from ddpnb.rank.stack import OWN_FOLDER, is_users, with_cell_names
+from ddpnb.rank.stack import OWN_FOLDER, is_users, linked, with_cell_names
 from ddpnb.rank.torchrun import process_of, run_script, show_group
 from ddpnb.rank.variables import variables_with_group
 
@@ -253,20 +252,18 @@ def explained(error: BaseException, engine: RankEngine) -> BaseException:
     If the code seems to use an aborted process group, the error names its variables.
     """
     now = variables_with_group(engine.shell.user_ns) if engine.stale else {}
-    frames = [each for each, _ in traceback.walk_tb(error.__traceback__) if is_users(each)]
-    used = {name for frame in frames for name in frame.f_code.co_names}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    used = {name for each in frames if is_users(each) for name in each.f_code.co_names}
     stale = [
-        each
+        each.sentence()
         for each, number in now.items()
         if engine.stale.get(each) == number and re.split(r"\W", each.name)[0] in used
     ]
     is_raw = is_consequence(error) and not isinstance(error, ConsequenceError)
     if stale and (is_raw or UNKNOWN_GROUP.search(text_of(error))):
-        said = " ".join(each.sentence() for each in stale[:3])
-        return StaleGroupError(said).with_traceback(error.__traceback__)
-    numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        model = frame.f_locals.get("self")
+        return StaleGroupError(" ".join(stale[:3])).with_traceback(error.__traceback__)
+    numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text_of(error))
+    for model in (frame.f_locals.get("self") for frame in frames if numbers):
         if numbers and isinstance(model, DistributedDataParallel):
             names = [
                 name
@@ -285,7 +282,7 @@ def explained(error: BaseException, engine: RankEngine) -> BaseException:
 
 def traceback_of(error: BaseException, shell: Any) -> list[str]:
     """Return the formatted traceback, beginning at the first line of the user's code."""
-    links = [*links_of(error.__traceback__)]
+    links = [*linked(error.__traceback__, "tb_next")]
     users = [each for each in links if is_users(each.tb_frame)]
     is_for_users = isinstance(error, UserError | SystemExit)
     if isinstance(error, BdbQuit) or (is_for_users and not users):
@@ -314,15 +311,8 @@ def is_plain(error: BaseException) -> bool:
     """
     if isinstance(error, KeyboardInterrupt) or is_consequence(error):
         return True
-    frames = (each for link in chain_of(error) for each in traceback.walk_tb(link.__traceback__))
-    return any(line is None for _, line in frames)
-
-
-def links_of(link: TracebackType | None) -> Iterator[TracebackType]:
-    """Yield the links of a traceback, beginning with the outermost frame."""
-    while link is not None:
-        yield link
-        link = link.tb_next
+    tracebacks = (each.__traceback__ for each in linked(error, "__context__"))
+    return any(line is None for each in tracebacks for _, line in traceback.walk_tb(each))
 
 
 def release_frames(error: BaseException) -> None:
@@ -330,14 +320,7 @@ def release_frames(error: BaseException) -> None:
 
     IPython keeps the last traceback, and the traceback keeps the variables of each frame alive.
     """
-    for each in chain_of(error):
+    for each in linked(error, "__context__"):
         traceback.clear_frames(each.__traceback__)
         for frame, _ in traceback.walk_tb(each.__traceback__):
             len(frame.f_locals)  # this read empties Python 3.11's copy of the variables
-
-
-def chain_of(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, then the error in its ``__context__``, and so on."""
-    while error is not None:
-        yield error
-        error = error.__context__

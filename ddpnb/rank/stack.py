@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -20,11 +20,14 @@ MAX_FRAMES: Final = 60
 """Maximum number of frames in which ``users_line`` looks for the user's code."""
 
 
-def outward(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame, then its caller, and so on to the outermost frame."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+def linked(first: Any, attribute: str) -> Iterator[Any]:
+    """Yield an object, then the object in its attribute, and so on until the attribute is None.
+
+    ``f_back`` links frames, ``tb_next`` links a traceback, and ``__context__`` links errors.
+    """
+    while first is not None:
+        yield first
+        first = getattr(first, attribute)
 
 
 def is_users(frame: FrameType) -> bool:
@@ -54,7 +57,7 @@ def users_line() -> str:
     Return an empty string if none of the innermost ``MAX_FRAMES`` frames runs the user's code.
     """
     in_backward = False
-    for frame in islice(outward(sys._getframe(2)), MAX_FRAMES):
+    for frame in islice(linked(sys._getframe(2), "f_back"), MAX_FRAMES):
         file = frame.f_code.co_filename
         if is_users(frame):
             script = "" if file in CELLS else f" of {os.path.basename(file)}"

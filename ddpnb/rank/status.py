@@ -27,7 +27,7 @@ from ddpnb.compat.asyncio_internals import awaiting
 from ddpnb.protocol.processes import RankStatus
 from ddpnb.rank.collectives.shared_memory import SharedSums
 from ddpnb.rank.group import Group
-from ddpnb.rank.stack import BACKWARD, CELLS, is_users, outward, with_cell_names
+from ddpnb.rank.stack import BACKWARD, CELLS, is_users, linked, with_cell_names
 from ddpnb.rank.training import loop
 
 FUTEX = {"x86_64": "202", "aarch64": "98"}
@@ -90,7 +90,7 @@ def users_stack() -> list[str]:
 
 def main_thread_frames() -> list[FrameType]:
     """Return the frames of the main thread, innermost first."""
-    return list(outward(sys._current_frames().get(threading.main_thread().ident or 0)))
+    return [*linked(sys._current_frames().get(threading.main_thread().ident or 0), "f_back")]
 
 
 def in_file(frames: list[FrameType], path: str) -> bool:

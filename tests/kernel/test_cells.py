@@ -106,6 +106,11 @@ def test_a_parameter_that_no_loss_uses_is_named_in_a_few_lines(kernel: Kernel):
     assert cell.error_text.count("\n") < 25
 
 
+def test_an_exception_that_cannot_be_printed_is_named(kernel: Kernel):
+    source = "class Odd(Exception):\n    def __str__(self):\n        return 1 / 0\nraise Odd"
+    assert "Odd: <exception str() failed>" in kernel.run(f"%%rank 0\n{source}").error_text
+
+
 def test_a_rank_keeps_no_traceback(kernel: Kernel):
     kernel.run("%%rank 0\n1 / 0")
     # IPython stores exceptions since version 9.

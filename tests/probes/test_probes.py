@@ -40,7 +40,6 @@ LOOKED_AT = {
     "replaces_heartbeats": "ipyparallel.controller.heartmonitor:HeartMonitor.start",
     "shares_globals": "cloudpickle:Pickler.globals_ref",
     "reads_descriptors": "ipykernel.iostream:OutStream._watch_pipe_fd",
-    "finds_buffers": "ipykernel.iostream:OutStream.write",
     "formats_frames": "IPython.core.compilerop:CachingCompiler.format_code_name"
     if IPython.version_info >= (8,)
     else "IPython.core.ultratb:VerboseTB.format_record",
