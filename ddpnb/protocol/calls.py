@@ -5,7 +5,6 @@ arguments, and ``ask(cluster, calls.state())`` returns the ``RankState`` of each
 imports only the type of ``RankApi``, because ``RankApi`` needs torch.
 """
 
-import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,11 +35,7 @@ class Request:
 @final
 class _Requests:
     def __getattr__(self, name: str) -> Callable[..., Request]:
-        return functools.partial(_request, name)
-
-
-def _request(name: str, *arguments: Any) -> Request:
-    return Request(name, arguments)
+        return lambda *arguments: Request(name, arguments)
 
 
 calls = cast("RankApi", _Requests())

@@ -23,30 +23,6 @@ CEILING = "no-comm"
 CELL_TASK = "cell"
 """The task whose model, data, loss and optimizer are defined by the notebook's cell."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """The facts about a strategy or task that ddpnb knows without importing its code."""
-
-    about: str
-    """A description in one line, which users see in lists."""
-    import_path: str
-    """The path of a strategy's class or of a task's function: ``"package.module:Name"``."""
-    options: Mapping[str, Option] = field(default_factory=dict)
-    """The options by name.  Each option is a keyword argument of the class or function."""
-
-    def load(self) -> Any:
-        """Import the class or function.  Call this only on ranks, because it imports torch."""
-        module, _, name = self.import_path.partition(":")
-        return getattr(importlib.import_module(module), name)
-
-    @property
-    def file(self) -> Path:
-        """The source file of the class or function, found without an import."""
-        module = self.import_path.partition(":")[0].removeprefix("ddpnb.")
-        return PACKAGE / f"{module.replace('.', '/')}.py"
-
-
 Dashes = Literal["solid", "dashed", "dash-dot", "long", "dotted", "dash-dot-dot", "long-short"]
 
 
@@ -65,17 +41,37 @@ class Style(NamedTuple):
     """True if only the marker's outline is drawn, to show a variant of another strategy."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StrategyEntry(Entry):
-    """The facts about a strategy that ddpnb knows without importing the strategy."""
+_NOT_DRAWN = Style("", "solid", "")
 
-    look: Style
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """The facts about a strategy or task that ddpnb knows without importing its code."""
+
+    about: str
+    """A description in one line, which users see in lists."""
+    import_path: str
+    """The path of a strategy's class or of a task's function: ``"package.module:Name"``."""
+    options: Mapping[str, Option] = field(default_factory=dict)
+    """The options by name.  Each option is a keyword argument of the class or function."""
+    look: Style = _NOT_DRAWN
     aliases: tuple[str, ...] = ()
     """Names of the strategy in other libraries.  For these names, errors suggest ddpnb's name."""
     needs_shared_memory: bool = False
     """True if the strategy's ranks share memory, so that the strategy cannot run over a link."""
     across_hosts: str = ""
     """The strategy to use instead on several hosts; empty if this strategy runs across hosts."""
+
+    def load(self) -> Any:
+        """Import the class or function.  Call this only on ranks, because it imports torch."""
+        module, _, name = self.import_path.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+    @property
+    def file(self) -> Path:
+        """The source file of the class or function, found without an import."""
+        module = self.import_path.partition(":")[0].removeprefix("ddpnb.")
+        return PACKAGE / f"{module.replace('.', '/')}.py"
 
 
 _TIMEOUT = Option(
@@ -104,8 +100,8 @@ def _compensation(name: str, text: str) -> float:
         raise UserError(f"{name} must be on, off or a number, not {text!r}.") from None
 
 
-STRATEGIES: Mapping[str, StrategyEntry] = {
-    "single": StrategyEntry(
+STRATEGIES: Mapping[str, Entry] = {
+    "single": Entry(
         about="training on one device: the baseline of every speed-up",
         import_path="ddpnb.rank.strategies.single:Single",
         look=Style("#717581", "solid", "s"),
@@ -118,14 +114,14 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
             )
         },
     ),
-    "dp": StrategyEntry(
+    "dp": Entry(
         about="torch's DataParallel; with fewer than two GPUs, CPU threads emulate it",
         import_path="ddpnb.rank.strategies.data_parallel:DataParallel",
         look=Style("#e76300", "dashed", "^"),
         aliases=("DataParallel",),
         across_hosts="ddp",
     ),
-    "ddp": StrategyEntry(
+    "ddp": Entry(
         about="torch's DistributedDataParallel",
         import_path="ddpnb.rank.strategies.ddp:Ddp",
         look=Style("#3f90da", "solid", "o"),
@@ -142,12 +138,12 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
             ),
         },
     ),
-    "ddp-by-hand": StrategyEntry(
+    "ddp-by-hand": Entry(
         about="ddp written by hand: one all-reduce of all gradients, then the update",
         import_path="ddpnb.rank.strategies.ddp_by_hand:DdpByHand",
         look=Style("#93c4f2", "dash-dot", "8"),
     ),
-    "ddp-overlap-by-hand": StrategyEntry(
+    "ddp-overlap-by-hand": Entry(
         about="like ddp-by-hand, but sends gradients during the backward pass",
         import_path="ddpnb.rank.strategies.ddp_overlap_by_hand:DdpOverlapByHand",
         look=Style("#2f4be0", "long-short", "$\\spadesuit$"),
@@ -157,19 +153,19 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
             )
         },
     ),
-    "ring-by-hand": StrategyEntry(
+    "ring-by-hand": Entry(
         about="like ddp-by-hand, but with a ring all-reduce made of sends and receives",
         import_path="ddpnb.rank.strategies.ring_by_hand:RingByHand",
         look=Style("#a96b59", "long", "X"),
     ),
-    "central": StrategyEntry(
+    "central": Entry(
         about="rank 0 keeps the master copy of the parameters in CPU memory and updates it",
         import_path="ddpnb.rank.strategies.central:Central",
         look=Style("#b9ac70", "dash-dot-dot", "P"),
         aliases=("CentralStorageStrategy",),
         across_hosts="ddp",
     ),
-    "async": StrategyEntry(
+    "async": Entry(
         about="a parameter server; workers do not wait for each other",
         import_path="ddpnb.rank.strategies.async_ps:AsyncParameterServer",
         look=Style("#832db6", "dash-dot", "D"),
@@ -190,7 +186,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
             "timeout": _TIMEOUT,
         },
     ),
-    "hogwild": StrategyEntry(
+    "hogwild": Entry(
         about="workers update parameters in shared memory without locks; runs only on CPU ranks",
         import_path="ddpnb.rank.strategies.hogwild:Hogwild",
         look=Style("#c58ae8", "dotted", "d"),
@@ -198,13 +194,13 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         across_hosts="async",
         options={"momentum": _MOMENTUM, "timeout": _TIMEOUT},
     ),
-    "local-sgd": StrategyEntry(
+    "local-sgd": Entry(
         about="each rank trains its own model; every few steps, ranks average the weights",
         import_path="ddpnb.rank.strategies.local_sgd:LocalSgd",
         look=Style("#bd1f01", "solid", "v"),
         options={"every": Option(default=8, about="number of steps between two averages", least=1)},
     ),
-    "diloco": StrategyEntry(
+    "diloco": Entry(
         about="like local-sgd, but a Nesterov step applies the averaged change of the weights",
         import_path="ddpnb.rank.strategies.diloco:DiLoCo",
         look=Style("#f0857a", "dashed", "<"),
@@ -218,12 +214,12 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
             ),
         },
     ),
-    "zero": StrategyEntry(
+    "zero": Entry(
         about="torch's ZeroRedundancyOptimizer: each rank keeps a part of the optimizer state",
         import_path="ddpnb.rank.strategies.zero:Zero",
         look=Style("#ffa90e", "solid", "p"),
     ),
-    "fsdp": StrategyEntry(
+    "fsdp": Entry(
         about="torch's FSDP2: each rank keeps a part of parameters, gradients and optimizer state",
         import_path="ddpnb.rank.strategies.fsdp:Fsdp",
         look=Style("#b57a00", "long-short", "H"),
@@ -233,12 +229,12 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
             )
         },
     ),
-    "gossip": StrategyEntry(
+    "gossip": Entry(
         about="in each step, a rank and its left or right neighbour average their weights",
         import_path="ddpnb.rank.strategies.gossip:Gossip",
         look=Style("#92dadd", "long", ">"),
     ),
-    "no-comm": StrategyEntry(
+    "no-comm": Entry(
         about="each rank trains on an equal share without communication: the ceiling (upper bound)",
         import_path="ddpnb.rank.strategies.no_comm:NoComm",
         look=Style("#6db38a", "dotted", "*"),

@@ -15,7 +15,7 @@ from tests.rank.runs import losses, spec_of, train_job
 
 ADDED = """
 from ddpnb.protocol import catalogue
-catalogue.STRATEGIES["added"] = catalogue.StrategyEntry(
+catalogue.STRATEGIES["added"] = catalogue.Entry(
     about="one that was added",
     import_path="added_strategy:Added",
     look=catalogue.Style("#123456", "long", "$a$"),

@@ -189,15 +189,10 @@ def _entry(name: str, dtype: torch.dtype, size: int, shape: tuple[int, ...]) -> 
 
 @final
 class CollectiveLog:
-    """The log of one group's calls.
+    """The log of one group's calls, in a file that the group's first rank creates.
 
-    Args:
-        path: the group's file.  The first rank creates the file.
-        place: this rank's number in the group.
-        ranks: the group's ranks, numbered as in the default group.
-
-    Raises:
-        OSError: there is no space for the file.
+    ``place`` is this rank's number in the group.  ``ranks`` are numbered as in the default group.
+    If there is no space for the file, raise ``OSError``.
     """
 
     def __init__(self, path: Path, *, place: int, ranks: Sequence[int]) -> None:

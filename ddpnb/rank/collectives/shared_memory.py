@@ -136,14 +136,10 @@ class SharedSums:
         """Counter of the sums of each group."""
 
     def add(self, group: Any, flat: Tensor) -> None:
-        """Sum a tensor over a group, in place.  Every rank of the group takes part.
+        """Sum a tensor over a group on this host, in place.  Every rank of the group takes part.
 
-        Args:
-            group: a process group on this host.
-            flat: a contiguous CPU tensor of shape (n,), with the same n and dtype on all ranks.
-
-        Raises:
-            RuntimeError: a rank of the group has ended.
+        ``flat`` is a contiguous CPU tensor of shape (n,), with the same n and dtype on all ranks.
+        If a rank of the group has ended, raise ``RuntimeError``.
         """
         own, num_ranks, name = group.rank(), group.size(), group.group_name
         number = next(self._numbers[name])

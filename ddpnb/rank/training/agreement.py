@@ -18,11 +18,8 @@ def disagreement(
 ) -> tuple[str, ...]:
     """Return warnings if ranks trained a parameter differently.  Every rank takes part.
 
-    Args:
-        model: the trained model.
-        strategy: the strategy that has trained the model.  A user's strategy may train parameters
-            in any way, so ddpnb compares only the results.
-        frozen: the parameters that were frozen when the strategy was set up, by name.
+    A user's strategy may train parameters in any way, so ddpnb compares only the results.
+    ``frozen`` are the parameters that were frozen when the strategy was set up.
     """
     groups = strategy.optimizer.param_groups if hasattr(strategy, "optimizer") else []
     trained = {each for group in groups for each in group["params"]}

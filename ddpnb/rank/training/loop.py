@@ -271,11 +271,8 @@ class Stop:
 
     Each change of the target is one ``compare_set``, so all ranks see the same changes.  If a rank
     has taken its last step, the target passes the last step, so all ranks take all their steps.
-    Workers that never wait for each other stop independently.
-
-    Args:
-        run: the run.
-        wanted: returns True if this rank has been asked to stop.
+    Workers that never wait for each other stop independently.  ``wanted`` returns True if this rank
+    has been asked to stop.
     """
 
     def __init__(self, run: Run, wanted: Callable[[], bool]) -> None:
