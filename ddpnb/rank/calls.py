@@ -34,7 +34,7 @@ from ddpnb.protocol.trace import CollectiveShown, CollectiveSpec
 from ddpnb.protocol.variables import Parcel
 from ddpnb.rank import cells, shell, tasks, variables
 from ddpnb.rank.engine import RankEngine
-from ddpnb.rank.inspection import collective, ddp_steps, replicas, samples
+from ddpnb.rank.inspection import collective, ddp_steps, digests, samplers
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.torchrun import show_group
 from ddpnb.rank.training import loop, validation
@@ -189,7 +189,7 @@ class RankApi:
 
     def digests(self, names: Sequence[str]) -> RankReplica:
         """Return digests of the variables with these names, or of all models."""
-        return replicas.replica(names, self._variables, rank=self._group.rank)
+        return digests.replica(names, self._variables, rank=self._group.rank)
 
     def elements(
         self, ranks: Collection[int], name: str, part: Part, tensor: str, chunks: Sequence[int]
@@ -197,11 +197,11 @@ class RankApi:
         """Return some chunks of one tensor on the given ranks, and None on the other ranks."""
         if self._group.rank not in ranks:
             return None
-        return replicas.elements(self._variables, name, part, tensor, chunks)
+        return digests.elements(self._variables, name, part, tensor, chunks)
 
     def samples(self, spec: SamplerSpec) -> RankSamples:
         """Return the indices that a sampler gives to this rank."""
-        return samples.samples(spec, self._group.state(), self._variables)
+        return samplers.samples(spec, self._group.state(), self._variables)
 
     def find_inspected(
         self, spec: InspectSpec

@@ -110,8 +110,8 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
         without output.  With many ranks, these messages take time.
         """
         if kind == "status":
-            is_silent = id_of(options.get("parent")) == self.silent_request != ""
-            if is_silent or content == {"execution_state": "busy"}:
+            request = (options.get("parent") or {}).get("msg_id")
+            if request == self.silent_request or content == {"execution_state": "busy"}:
                 return None
         elif kind != "apply_reply":
             self.num_outputs += 1
@@ -121,13 +121,8 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
         """Return True if the latest cell had no output; then drop its last status message."""
         streams = [each for each in (sys.stdout, sys.stderr) if isinstance(each, DescriptorStream)]
         is_silent = not self.num_outputs and not any(each.has_written for each in streams)
-        self.silent_request = id_of(self.kernel.get_parent("shell")) if is_silent else ""
+        self.silent_request = self.kernel.get_parent("shell")["msg_id"] if is_silent else ""
         return is_silent
-
-
-def id_of(request: Any) -> str:
-    """Return the id of a request to the rank, or an empty string if there is no request."""
-    return str(request["header"].get("msg_id", "")) if request else ""
 
 
 def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:

@@ -52,8 +52,7 @@ def prepare(shell: Any) -> None:
     shell.compile.get_code_name = common_name
     name_cells(shell, CELLS)
     shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)
-    os.register_at_fork(after_in_child=write_to_descriptors)
-    os.register_at_fork(after_in_child=partial(end_with_signal, signal.getsignal(signal.SIGTERM)))
+    os.register_at_fork(after_in_child=partial(adapt_child, signal.getsignal(signal.SIGTERM)))
     shell.loop_runner, shell.autoawait = run_in_cell, finds_running_loops.works
     shell.Completer.use_jedi = False  # Jedi's first answer takes a second
     shell.Completer.backslash_combining_completions = False  # IPython 7 first lists all characters
@@ -148,17 +147,14 @@ def ask(prompt: Prompt, answers: "SimpleQueue[str | None]") -> str:
     return answer
 
 
-def end_with_signal(engines: Any) -> None:
-    """Make SIGTERM end a forked process, which inherits the engine's handler."""
-    if signal.getsignal(signal.SIGTERM) == engines:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def adapt_child(handler: Any) -> None:
+    """Let SIGTERM end a forked process, and let the process print to its file descriptors.
 
-
-def write_to_descriptors() -> None:
-    """Make a forked process print to its file descriptors, from which the rank reads the output.
-
-    IPython's streams print in a thread, and a forked process does not have this thread.
+    The process inherits the engine's ``handler`` of SIGTERM, but not the thread in which IPython's
+    streams print.  The rank reads the output from the descriptors.
     """
+    if signal.getsignal(signal.SIGTERM) == handler:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for number, name in ((1, "stdout"), (2, "stderr")):
         if isinstance(getattr(sys, name), OutStream):  # else the user replaced it
             stream = os.fdopen(number, "w", buffering=1, errors="backslashreplace", closefd=False)

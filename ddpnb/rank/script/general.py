@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy as loss
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 from torch.utils.data import default_collate as collate_fn
 
-from ddpnb.rank.script.cell import *
 from ddpnb.rank.script.names import seed_everything
+from ddpnb.rank.script.placeholders import *
 from ddpnb.rank.script.plain import join_group, load_checkpoint, save_checkpoint
 
 Numbers = dict[str, float]

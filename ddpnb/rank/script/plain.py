@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy as loss
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
-from ddpnb.rank.script.cell import *
+from ddpnb.rank.script.placeholders import *
 
 
 def save_checkpoint(step: int, *parts: Any) -> None:

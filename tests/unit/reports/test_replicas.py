@@ -10,7 +10,7 @@ from torch import nn
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.inspection import CHUNK_ELEMENTS, Part
-from ddpnb.rank.inspection import replicas as on_rank
+from ddpnb.rank.inspection import digests as on_rank
 from ddpnb.reports.inspection.replicas import ReplicaCheck, Verdict, find, measured, with_causes
 
 Namespace = dict[str, Any]

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 from ddpnb.protocol.inspection import RankSamples, SamplerSpec
-from ddpnb.rank.inspection import samples as on_rank
+from ddpnb.rank.inspection import samplers as on_rank
 from ddpnb.reports.inspection.samples import MAX_CELLS, Handout, handout_of
 from tests.rank.ranks import make_state
 
