@@ -46,7 +46,6 @@ class FaultInjector:
     def __init__(self, run: Run) -> None:
         self._run = run
         spec, workers, is_new = run.spec, run.workers, run.here.rejoin_info is None
-        self._workers = workers
         self._slow = [fault for fault in parse_slow(spec.slow) if fault.rank in workers]
         kills = parse_kills(spec.kill).items() if is_new else ()
         self._kill = min(((at, rank) for rank, at in kills if rank in workers), default=None)
@@ -59,7 +58,6 @@ class FaultInjector:
             self._own_seconds = measure_compute_seconds(alone, run.usual_batch())
         own = Compute(0.0, fixed=self._own_seconds)
         self._times = ComputeTimes(compute=own, slow=self._slow, jitter=spec.jitter, seed=spec.seed)
-        self._device = run.device
         self.is_active = self._sleeps or self._kill is not None
         """True if ``begin_step`` and ``delay`` have an effect."""
         self._seconds, self._step = 0.0, 0
@@ -74,7 +72,7 @@ class FaultInjector:
         if self._kill is not None and self._run.clock.seconds >= self._kill[0]:
             self._die(self._kill[1])
         if self._sleeps:
-            lengths = (self._times.step(worker, self._step, 0) for worker in self._workers)
+            lengths = (self._times.step(worker, self._step, 0) for worker in self._run.workers)
             self._seconds = max(lengths) - self._own_seconds
             self._step += 1
 
@@ -84,7 +82,7 @@ class FaultInjector:
         if seconds <= 0:
             return
         self._run.clock.enter("forward")
-        synchronize(self._device)  # otherwise a GPU would continue its queued work
+        synchronize(self._run.device)  # otherwise a GPU would continue its queued work
         time.sleep(seconds)
 
     def _die(self, rank: int) -> None:

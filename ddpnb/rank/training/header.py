@@ -3,9 +3,8 @@
 import torch
 from torch.optim import SGD, Optimizer
 
-from ddpnb.protocol.messages import RunHeader, RunSpec
+from ddpnb.protocol.messages import RunHeader
 from ddpnb.protocol.notation import parse_kills, parse_slow
-from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.training.run import Run
 from ddpnb.rank.worker import Worker
 
@@ -44,7 +43,17 @@ def _num_devices(run: Run) -> int:
 
 def _notes(run: Run) -> list[str]:
     spec, plan = run.spec, run.plan
-    found = _fault_notes(spec, plan)
+    faults = [(fault.rank, f"is {fault.text} on purpose") for fault in parse_slow(spec.slow)]
+    for rank, seconds in parse_kills(spec.kill).items():
+        faults.append((rank, f"is killed on purpose after {seconds:g} s of training"))
+    found = [
+        f"Rank {rank} {what}."
+        if rank < plan.num_workers
+        else f"Rank {rank} is not used by this strategy, so its fault has no effect."
+        for rank, what in faults
+    ]
+    if spec.jitter:
+        found.append(f"On purpose, random delays make steps up to {100 * spec.jitter:g} % longer.")
     if spec.batch_per_worker is not None and plan.num_workers > 1:
         found.append(
             f"Weak scaling: each worker gets {spec.batch_per_worker} samples per step. The "
@@ -62,18 +71,3 @@ def _momentum(optimizer: Optimizer) -> float:
     """Return SGD's momentum; return 0 for Nesterov momentum and for all other optimizers."""
     groups = optimizer.param_groups if isinstance(optimizer, SGD) else []
     return max((0.0 if group["nesterov"] else group["momentum"] for group in groups), default=0.0)
-
-
-def _fault_notes(spec: RunSpec, plan: Plan) -> list[str]:
-    faults = [(fault.rank, f"is {fault.text} on purpose") for fault in parse_slow(spec.slow)]
-    for rank, seconds in parse_kills(spec.kill).items():
-        faults.append((rank, f"is killed on purpose after {seconds:g} s of training"))
-    found = [
-        f"Rank {rank} {what}."
-        if rank < plan.num_workers
-        else f"Rank {rank} is not used by this strategy, so its fault has no effect."
-        for rank, what in faults
-    ]
-    if spec.jitter:
-        found.append(f"On purpose, random delays make steps up to {100 * spec.jitter:g} % longer.")
-    return found

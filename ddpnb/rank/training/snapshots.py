@@ -58,7 +58,6 @@ class Snapshots:
         self._run = run
         self._strategy = strategy
         self._worker = worker
-        self._num_steps = run.schedule.num_steps
         self._is_mean = plan.averages_weights and plan.synchronous
         self._is_kept = rank == 0 or self._is_mean
         self.kept: list[tuple[int, float, State]] = []
@@ -76,7 +75,7 @@ class Snapshots:
         """Copy the model after the step on a shard."""
         num_steps = shard.step + 1
         self.due_after = self._due_after(num_steps)
-        if num_steps >= self._num_steps:  # the trained model is evaluated anyway
+        if num_steps >= self._run.schedule.num_steps:  # the trained model is evaluated anyway
             return
         run, clock = self._run, self._run.clock
         self._run.add(clock.stop())  # waits for steps that a GPU has not finished
@@ -135,12 +134,12 @@ class Snapshots:
         if spec.eval_every is not None:
             every = max(1, round(spec.eval_every * schedule.steps_per_epoch))
         elif spec.num_points > 1:
-            every = max(1, round(self._num_steps / spec.num_points))
+            every = max(1, round(schedule.num_steps / spec.num_points))
         else:
             return 0
         tensors = state_of(self._worker.model)  # numel counts all shards
         num_copies = MAX_BYTES // sum(each.numel() * each.element_size() for each in tensors)
-        return max(every, math.ceil(self._num_steps / (num_copies + 1)))
+        return max(every, math.ceil(schedule.num_steps / (num_copies + 1)))
 
 
 def copy_state(state: State) -> State:

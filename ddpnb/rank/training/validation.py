@@ -62,7 +62,12 @@ def validate(spec: RunSpec, here: Surroundings, *, num_calls: Callable[[], int] 
 def _checked(run: Run, num_calls: Callable[[], int]) -> Checked:
     worker = run.worker("check", num_steps=1)
     check_model(worker)
-    batch = _take_step(run, worker) if run.is_own else _smallest_batch(run)
+    if run.is_own:
+        batch = _take_step(run, worker)
+    else:  # a batch that is as small as the smallest micro-batch of the run
+        shard = run.schedule.smallest_shard(run.plan.num_workers)
+        share = run.schedule.num_in(shard)
+        batch = run.first_batch(share // min(run.spec.accumulate, share))
     num_before = num_calls()
     notes: tuple[str, ...] = ()
     num_epochs = seconds_per_trained = seconds_per_judged = 0.0
@@ -119,13 +124,6 @@ def measure_compute(spec: RunSpec, here: Surroundings) -> Compute:
 
         found = measured(take_step, [whole] if spec.batch_per_worker else [share, whole])
         return found._replace(fixed=found.fixed / min(spec.accumulate, share))  # of one pass
-
-
-def _smallest_batch(run: Run) -> Batch:
-    """Fetch a batch that is as small as the smallest micro-batch of the run."""
-    schedule, num_workers = run.schedule, run.plan.num_workers
-    share = schedule.size(schedule.smallest_shard(num_workers).step) // num_workers
-    return run.first_batch(share // min(run.spec.accumulate, share))
 
 
 def _take_step(run: Run, worker: Worker) -> Batch:
