@@ -54,7 +54,7 @@ def test_the_page_has_the_formulas_that_are_computed():
         row[0]: row[1].removesuffix(" |") for row in rows if row[1].startswith(("t +", "u"))
     }
     ddp = step_seconds("ddp-by-hand", INSTANT, Machine(link=SLOW), 8)
-    names = {"N": 8, "L": 3, "a": 3e-3, "b": 8e-6, "S": S, "t": 0, "u": 0, "every": 8}
+    names = {"N": 8, "L": 3, "a": 3e-3, "b": 8e-6, "S": S, "t": 0, "u": 0, "w": 0, "every": 8}
     for names_of, formula in formulas.items():
         text = re.sub(r"(?<=[\dNSL)]) (?=[(a-zLNS])", "*", formula.replace("AR(S)", f"{ddp}"))
         for strategy in re.findall("[a-z-]{3,}", names_of):
