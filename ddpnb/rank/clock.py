@@ -28,6 +28,7 @@ from torch.optim.optimizer import (
 )
 
 from ddpnb.compat.torch_internals import replaced_backward
+from ddpnb.protocol.costs import Cost
 from ddpnb.protocol.messages import Parts, StepEvent
 from ddpnb.rank.collectives.intercept import Listener, listening
 from ddpnb.rank.collectives.table import Call
@@ -75,6 +76,13 @@ class Clock(Listener):
         """Add to the number of bytes that this worker has sent and received."""
         self._sent += round(sent)
         self._received += round(received)
+
+    def count_call(self, call: Call, backend: str = "") -> Cost:
+        """Count the bytes of a call, except those of DDP's buffers.  Return the call's cost."""
+        cost = call.cost(self.scale, backend)
+        if not (call.is_in_cpp and call.name == "broadcast"):
+            self.count(sent=cost.sent, received=cost.received)
+        return cost
 
     def take(self) -> tuple[int, int]:
         """Return the numbers of bytes sent and received since the previous call of ``take``."""
@@ -374,9 +382,7 @@ class MeasuredClock(Clock):
 
     def begin(self, call: Call) -> None:
         """Count a call's bytes.  If the call does not block, note when it was issued."""
-        if not (call.is_in_cpp and call.name == "broadcast"):  # DDP's buffers are not counted
-            cost = call.cost()
-            self.count(sent=cost.sent, received=cost.received)
+        self.count_call(call)
         if call.is_blocking:
             return
         call.notes[self] = self.moment()

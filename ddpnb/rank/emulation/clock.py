@@ -36,8 +36,6 @@ LEAST_BYTES: Final = 1 << 14
 """Minimum number of bytes for a sum in shared memory.  Gloo computes smaller sums equally fast."""
 GATHERS = ("all_gather", "broadcast", "scatter")
 """Prefixes of the names of collectives that provide input for the caller's next computation."""
-GATHERED = ("all_gather_single", "all_gather_coalesced")
-"""Names of FSDP's gathers."""
 SUMS = ("all_reduce", "reduce", "send")
 """Calls with which strategies send gradients or weights that they have copied to a buffer."""
 
@@ -256,9 +254,7 @@ class VirtualClock(Clock):
         """Post the time at which this rank is ready for a call."""
         if self._is_paused:
             return
-        cost = call.cost(self.scale, self.emulation.devices.backend)
-        if not (call.is_in_cpp and call.name == "broadcast"):  # DDP's buffers are not counted
-            self.count(sent=cost.sent, received=cost.received)
+        cost = self.count_call(call, self.emulation.devices.backend)
         if call.group.size() == 1:
             return
         if not self.is_own_thread():
@@ -326,7 +322,9 @@ class VirtualClock(Clock):
             return first, self.seconds
         if self.gathers_ahead and self._computing == "forward":
             return self._gathered_at, self._gathered_at
-        ahead = [each for each in self._calls if each.is_late and each.call.name in GATHERED]
+        ahead = [
+            each for each in self._calls if each.is_late and each.call.name.startswith(GATHERS)
+        ]
         if ahead:  # the next layer needs it now
             self._settle(ahead[-1])
         return self.seconds, self.seconds
