@@ -233,7 +233,8 @@ BIG = Problem(model=lambda: nn.Sequential(nn.Linear(6, 400_000), nn.Linear(400_0
 def close_beside_stopped(state, folder, stopped, sign, ends_by, way):
     """Block this rank at a stopped rank, and return how many seconds ``close`` takes.
 
-    A worker is stopped while the server sends parameters, or rank 0 before it gets gradients.
+    The test stops workers after the server has counted their step, or rank 0 before it gets
+    gradients.
     """
     own = folder / f"own-{state.rank}" if way == "hosts" else folder
     own.mkdir(exist_ok=True)
@@ -243,14 +244,16 @@ def close_beside_stopped(state, folder, stopped, sign, ends_by, way):
     worker.local_world_size = 1 if way == "hosts" else state.world_size
     strategy.setup(worker)
     batch = context.first_batch(2)
-    if state.rank in stopped:
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGSTOP)).start()
-    if state.rank == 0 or 0 in stopped:
+    if state.rank == 0 and 0 not in stopped:
+        while sum(strategy.queue._clocks()) < len(stopped):
+            time.sleep(0.002)
+    sign.with_name(f"ready-{state.rank}").touch()
+    if state.rank not in stopped:
         wait_for(sign)
-    if ends_by == "abort" and state.rank:
-        threading.Timer(0.5, worker.cancellation.abort).start()
-    elif state.rank:
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    if state.rank not in [0, *stopped]:
+        interrupt = partial(os.kill, os.getpid(), signal.SIGINT)
+        end = worker.cancellation.abort if ends_by == "abort" else interrupt
+        threading.Timer(0.5, end).start()
     try:
         strategy.step(batch)
         time.sleep(0.3)
@@ -271,11 +274,11 @@ def test_a_stopped_process_does_not_delay_the_end(
 ):
     group, sign = fresh_ranks(size), tmp_path / "sign"
     group.begin(close_beside_stopped, list(stopped), sign, ends_by, way)
+    for rank in range(size):
+        wait_for(sign.with_name(f"ready-{rank}"))
     processes = [psutil.Process(group.ranks[rank].process.pid) for rank in stopped]
-    deadline = time.monotonic() + 30
-    while {each.status() for each in processes} != {psutil.STATUS_STOPPED}:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    for process in processes:
+        process.suspend()
     sign.touch()
     try:
         others = [rank for rank in group.ranks if rank.number not in stopped]

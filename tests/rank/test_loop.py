@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 import ddpnb
 from ddpnb.protocol.devices import MODELS
@@ -201,25 +202,29 @@ def test_a_run_repeats_whatever_random_numbers_came_before(ranks):
     assert one != ranks(2).call(drawn_job, replace(spec, seed=1), 3)
 
 
-COMPILING_SECONDS = 1.0
-"""The least time of each compilation, longer than all steps of a run together."""
+COMPILED = CELL + ("plain = model\ndef model(): return torch.compile(plain(), backend='eager')\n")
 
-SLOWLY = f"""
-import time
-def slowly(module, inputs):
-    time.sleep({COMPILING_SECONDS})
-    return module.forward
-"""
-COMPILED = (
-    CELL + SLOWLY + "plain = model\ndef model(): return torch.compile(plain(), backend=slowly)\n"
-)
+
+def compiled_job(state, folder, spec) -> list[int]:
+    """Train, and return how many graphs torch has compiled before each measured step."""
+    found, begin_step = [], MeasuredClock.begin_step
+
+    def begin(self, num_samples: int) -> None:
+        found.append(counters["stats"]["unique_graphs"])
+        begin_step(self, num_samples)
+
+    with mock.patch.object(MeasuredClock, "begin_step", begin):
+        train_job(state, folder, spec)
+    return found
 
 
 def test_every_size_of_batch_is_compiled_before_the_clock_starts(fresh_ranks):
     """Two workers get 17 and 16 of 33 samples, and one sample each of the last batch."""
     spec = runs.spec_of("async", source=COMPILED, batch_size=33)
-    for result in fresh_ranks(2).call(train_job, spec):
-        assert result[0].seconds < COMPILING_SECONDS
+    for num_graphs in fresh_ranks(2).call(compiled_job, spec):
+        assert num_graphs[0] > 0
+        assert len(num_graphs) > 9
+        assert set(num_graphs) == {num_graphs[0]}
 
 
 IMPORTING = """
