@@ -10,9 +10,9 @@ from ddpnb.history.query import matching
 from ddpnb.hosts.spec import HostsSpec
 from ddpnb.protocol.calls import calls
 from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.cell_messages import Script
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.inspection import InspectSpec, SamplerSpec
-from ddpnb.protocol.messages import Script
 from ddpnb.protocol.notation import parse_ranks
 from ddpnb.protocol.options import options_of, read_options
 from ddpnb.protocol.trace import CollectiveSpec

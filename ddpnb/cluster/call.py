@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ddpnb.protocol.messages import EventBatch, Prompt
+from ddpnb.protocol.cell_messages import Prompt
+from ddpnb.protocol.messages import EventBatch
 from ddpnb.protocol.notation import spoken_ranks
 
 START_TIMEOUT_SECONDS = 120.0

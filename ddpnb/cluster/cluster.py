@@ -17,8 +17,9 @@ from ddpnb.cluster.processes import LocalProcesses, Processes, StartProcesses, w
 from ddpnb.cluster.wording import remedy
 from ddpnb.compat.probe import missing_features
 from ddpnb.protocol.calls import Result, calls
+from ddpnb.protocol.cell_messages import StaleVariable
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import RankState, StaleVariable
+from ddpnb.protocol.messages import RankState
 from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.protocol.processes import RankCommand, private_folder, working_folder
 

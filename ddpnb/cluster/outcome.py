@@ -6,7 +6,7 @@ from typing import Any
 
 from ddpnb.cluster.call import CallEvent, Lost, Returned
 from ddpnb.cluster.hangs import Hang
-from ddpnb.protocol.messages import CellReport, Failure
+from ddpnb.protocol.cell_messages import CellReport, Failure
 
 
 @dataclass(kw_only=True, slots=True)

@@ -15,8 +15,9 @@ from ddpnb.cluster.call import Call, CallEvent, Lost, Returned
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.history.rows import rows_of
 from ddpnb.protocol.calls import calls
+from ddpnb.protocol.cell_messages import Failure
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import EventBatch, Failure, Mark, MarkKind, RejoinInfo, RunSpec
+from ddpnb.protocol.messages import EventBatch, Mark, MarkKind, RejoinInfo, RunSpec
 
 KERNEL = -1
 """Used instead of a rank's number in marks that the kernel itself sends."""

@@ -11,6 +11,7 @@ from typing import Any, final
 from IPython.core.interactiveshell import ExecutionInfo
 from numpy.typing import NDArray
 
+from ddpnb.protocol.cell_messages import CellReport, CellSpec, StaleVariable
 from ddpnb.protocol.devices import Compute
 from ddpnb.protocol.inspection import (
     CapReport,
@@ -20,16 +21,7 @@ from ddpnb.protocol.inspection import (
     RankSamples,
     SamplerSpec,
 )
-from ddpnb.protocol.messages import (
-    CellReport,
-    CellSpec,
-    Checked,
-    RankState,
-    RejoinInfo,
-    RunReport,
-    RunSpec,
-    StaleVariable,
-)
+from ddpnb.protocol.messages import Checked, RankState, RejoinInfo, RunReport, RunSpec
 from ddpnb.protocol.trace import CollectiveShown, CollectiveSpec
 from ddpnb.protocol.variables import Parcel
 from ddpnb.rank import cells, shell, tasks, variables

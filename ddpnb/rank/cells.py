@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpnb.compat.asyncio_internals import users_loop
 from ddpnb.compat.ipykernel_internals import DescriptorStream
+from ddpnb.protocol.cell_messages import CellReport, CellSpec, Failure
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import CellReport, CellSpec, Failure
 from ddpnb.protocol.processes import process_log
 from ddpnb.rank import process_end
 from ddpnb.rank.cancellation import ConsequenceError, RunCancelledError, is_consequence, text_of

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, NamedTuple, final
 
 import torch
@@ -128,10 +127,14 @@ class Clock(Listener):
     def moment(self) -> Moment:
         """Return the current timestamp without waiting for the device."""
 
+    def communicating(self) -> AbstractContextManager[None]:
+        """Return a context whose time counts as communication."""
+        return self.during("communication")
+
     @contextlib.contextmanager
-    def communicating(self) -> Iterator[None]:
-        """Count the time in this context as communication."""
-        before = self.enter("communication")
+    def during(self, phase: Phase | None) -> Iterator[None]:
+        """Count the time in this context as a phase."""
+        before = self.enter(phase)
         try:
             yield
         finally:
@@ -304,7 +307,7 @@ class MeasuredClock(Clock):
 
     def _finished(self) -> list[StepEvent]:
         steps = []
-        while self._pending and _is_reached(self._pending[0].marks[-1][1]):
+        while self._pending and (not self._on_gpu or self._pending[0].marks[-1][1].query()):
             done = self._pending.popleft()
             parts = done.parts()
             self.seconds += sum(parts) - parts.hidden
@@ -363,20 +366,17 @@ class MeasuredClock(Clock):
         closure = options.get("closure", others[0] if others else None)
         if not callable(closure):
             return None
-        rest = {**options, "closure": partial(self._evaluated, closure)}
-        return (own, *others[1:]), rest
+
+        def evaluated() -> Any:
+            with self.during(None):
+                return closure()
+
+        return (own, *others[1:]), {**options, "closure": evaluated}
 
     def _after_update(self, *_: object) -> None:
         """End an optimizer's step."""
         if self._before_updates and self._is_outside():
             self.enter(self._before_updates.pop())
-
-    def _evaluated(self, closure: Callable[[], Any]) -> Any:
-        before = self.enter(None)
-        try:
-            return closure()
-        finally:
-            self.enter(before)
 
     # -- calls of torch.distributed -------------------------------------------------------------
 
@@ -412,7 +412,3 @@ def seconds_between(begun: Moment, ended: Moment) -> float:
     if isinstance(begun, float):
         return float(ended - begun)
     return float(begun.elapsed_time(ended)) / 1000
-
-
-def _is_reached(moment: Moment) -> bool:
-    return isinstance(moment, float) or bool(moment.query())

@@ -21,7 +21,7 @@ from ipyparallel.engine.app import IPEngine
 from traitlets import Instance
 
 from ddpnb.compat.ipykernel_internals import DescriptorStream
-from ddpnb.protocol.messages import StaleVariable
+from ddpnb.protocol.cell_messages import StaleVariable
 from ddpnb.protocol.processes import ForkServerEvent, RankCommand
 from ddpnb.rank import process_end
 from ddpnb.rank.group import Group

@@ -25,8 +25,8 @@ from IPython.utils.tokenutil import token_at_cursor
 
 from ddpnb.compat.asyncio_internals import finds_running_loops, run_in_cell
 from ddpnb.compat.ipykernel_internals import keep_no_results, name_cells
+from ddpnb.protocol.cell_messages import CellSpec, Prompt
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import CellSpec, Prompt
 from ddpnb.rank.stack import CELLS
 
 CANNOT_ASK = (

@@ -25,8 +25,8 @@ import torch.multiprocessing
 from torch.distributed.launcher.api import elastic_launch  # torchrun's and accelerate's
 
 from ddpnb.compat import torch_internals
+from ddpnb.protocol.cell_messages import Script
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import Script
 from ddpnb.rank.group import Group
 from ddpnb.rank.random_state import preserve_globals, seed_everything
 

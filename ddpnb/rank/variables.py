@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from ddpnb.protocol.cell_messages import REMEDIES, StaleVariable
 from ddpnb.protocol.errors import UserError, closest, summary_of
-from ddpnb.protocol.messages import REMEDIES, RunSpec, StaleVariable
+from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.variables import Parcel, dump, load, opened, packed, receive
 
 REPLACED = (FunctionType, type, ModuleType, int, float, complex, str, bytes, type(None))

@@ -14,8 +14,9 @@ from ddpnb.cluster.wording import remedy, say
 from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder
 from ddpnb.protocol.calls import calls
+from ddpnb.protocol.cell_messages import CellReport, CellSpec, Prompt
 from ddpnb.protocol.errors import UserError, closest
-from ddpnb.protocol.messages import CellReport, CellSpec, EventBatch, Prompt
+from ddpnb.protocol.messages import EventBatch
 from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.protocol.options import check_options, option
 from ddpnb.protocol.processes import RankCommand

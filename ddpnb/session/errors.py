@@ -9,8 +9,8 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.hangs import Hang
 from ddpnb.cluster.outcome import Outcome
 from ddpnb.cluster.wording import remedy, say
+from ddpnb.protocol.cell_messages import CellReport, Failure, StaleVariable
 from ddpnb.protocol.errors import OneLine, UserError
-from ddpnb.protocol.messages import CellReport, Failure, StaleVariable
 from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.reports.notebook import warn
 

@@ -18,8 +18,8 @@ from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.history.store import Store, open_store
 from ddpnb.hosts.processes import start_cluster
 from ddpnb.protocol.calls import Result
+from ddpnb.protocol.cell_messages import CellSpec, Failure, Script
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import CellSpec, Failure, Script
 from ddpnb.protocol.notation import parse_ranks, spoken_ranks
 from ddpnb.protocol.processes import refuse_fork, working_folder
 from ddpnb.protocol.training_options import TrainingSpec

@@ -20,7 +20,7 @@ from ddpnb.history.store import Store
 from ddpnb.hosts.processes import start_cluster
 from ddpnb.hosts.spec import HostsSpec
 from ddpnb.protocol.calls import calls
-from ddpnb.protocol.messages import CellSpec, Failure
+from ddpnb.protocol.cell_messages import CellSpec, Failure
 from ddpnb.protocol.processes import RankCommand, portable
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.live import live

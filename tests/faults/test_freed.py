@@ -3,7 +3,7 @@
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.protocol.messages import StaleVariable
+from ddpnb.protocol.cell_messages import StaleVariable
 from tests.cluster.rig import pull, run
 
 ONE_RAISES = """

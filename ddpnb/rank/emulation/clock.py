@@ -213,9 +213,8 @@ class VirtualClock(Clock):
     def wait_until(self, end: float) -> None:
         """Advance to a later time, and count the difference as communication."""
         if end > self.seconds:
-            before = self.enter("communication")
-            self.seconds = end
-            self.enter(before)
+            with self.communicating():
+                self.seconds = end
 
     def exchange(self, name: str, num_bytes: float, num_devices: int, scale: float = 1.0) -> None:
         """Advance the clock by the time of a collective between this process's devices."""

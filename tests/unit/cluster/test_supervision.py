@@ -10,7 +10,7 @@ import pytest
 from ddpnb.cluster.call import Call, Lost, OutputEnded, Returned, Timeouts
 from ddpnb.cluster.outcome import Outcome
 from ddpnb.cluster.supervision import Watch
-from ddpnb.protocol.messages import CellReport, Failure
+from ddpnb.protocol.cell_messages import CellReport, Failure
 from ddpnb.protocol.processes import RankCommand, RankStatus
 from tests.cluster.rig import EIGHTH
 

@@ -4,7 +4,7 @@ import pytest
 
 from ddpnb.cluster.hangs import Hang
 from ddpnb.cluster.outcome import Outcome
-from ddpnb.protocol.messages import CellReport, Failure
+from ddpnb.protocol.cell_messages import CellReport, Failure
 from ddpnb.session.errors import (
     CellInterrupt,
     CellTimeoutError,
