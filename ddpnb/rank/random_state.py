@@ -17,6 +17,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from cProfile import Profile
 from typing import Any
 
 import numpy as np
@@ -193,7 +194,8 @@ _COMPUTING: tuple[Setting, ...] = (
         lambda values: [*map(torch.set_autocast_enabled, ("cpu", "cuda"), values)],
     ),
     (np.geterr, lambda actions: np.seterr(**actions)),
-    *_functions(sys, "recursionlimit", "switchinterval", "profile", between=""),
+    *_functions(sys, "recursionlimit", "switchinterval", between=""),
+    (sys.getprofile, lambda it: it.enable() if isinstance(it, Profile) else sys.setprofile(it)),
     (gc.isenabled, lambda is_on: gc.enable() if is_on else gc.disable()),
 )
 _SETTINGS: tuple[Setting, ...] = (

@@ -162,7 +162,7 @@ def test_a_start_survives_lost_messages_and_stop_leaves_nothing(monkeypatch: pyt
         processes = rig.processes_of(cluster)
         assert "sleep" in {process.name() for process in processes}
         cluster.stop()
-        assert not [process for process in processes if rig.is_alive(process)]
+        rig.wait_until_gone(processes, timeout=1)
         assert not cluster.folder.exists()
         cluster.stop()
     with pytest.raises((UserError, AssertionError)):

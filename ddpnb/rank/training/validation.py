@@ -75,7 +75,9 @@ def _checked(run: Run, num_calls: Callable[[], int]) -> Checked:
     if not run.is_own:
         check_step(worker, batch, run.spec.strategy)
         notes = check_loss(run, worker)
-        usual = run.usual_batch()  # measured on all ranks at once, as in the training
+    # Emulated runs need no measured times. In the training, the same ranks compute at once.
+    if not run.is_own and not run.spec.is_emulated and run.state.rank < run.plan.num_ranks:
+        usual = run.usual_batch()
         seconds = measure_compute_seconds(worker, usual)
         seconds_per_trained = seconds / usual.num_samples
         # updates and communication only make a run longer

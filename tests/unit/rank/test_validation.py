@@ -1,5 +1,6 @@
 """ddpnb reports every mistake in a comparison cell in one sentence, before anything trains."""
 
+from cProfile import Profile
 from types import MappingProxyType
 
 import numpy as np
@@ -9,6 +10,7 @@ from torch import nn
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
+from ddpnb.rank import random_state
 from ddpnb.rank.tasks import forget
 from ddpnb.rank.tasks.cell import cell_task
 from ddpnb.rank.training import validation
@@ -19,9 +21,11 @@ from tests.rank.ranks import make_state
 NO_NAMES = MappingProxyType({})
 
 
-def check(source: str, strategy: str = "ddp", num_ranks: int = 2, names=NO_NAMES, **choices):
+def check(
+    source: str, strategy: str = "ddp", num_ranks: int = 2, names=NO_NAMES, rank=0, **choices
+):
     spec = RunSpec(run_id="r", strategy=strategy, source=source, **{"batch_size": 10} | choices)
-    here = Surroundings(state=make_state(0, num_ranks), namespace=names)
+    here = Surroundings(state=make_state(rank, num_ranks), namespace=names)
     return validation.validate(spec, here)
 
 
@@ -217,3 +221,22 @@ def test_a_cell_runs_once_for_all_runs_of_a_comparison():
         check(source, strategy, names={"calls": calls}, comparison=comparison)
     forget()
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize("strategy", ["single", "dp", "ddp", "async"])
+def test_only_ranks_that_train_measure_their_speed_and_only_for_measured_runs(strategy):
+    for rank in range(3):
+        trains = strategy in ("ddp", "async") or rank == 0
+        checked = check(GOOD, strategy, 3, rank=rank, min_seconds=1.0)
+        assert (checked.seconds_per_trained > 0) == (checked.num_epochs > 0) == trains
+        emulated = check(GOOD, strategy, 3, rank=rank, devices="3", compute="1ms/sample,2ms")
+        assert emulated.seconds_per_trained == 0
+
+
+def test_a_profiler_that_the_user_has_started_goes_on(monkeypatch):
+    monkeypatch.setattr(random_state, "_at_start", [])
+    random_state.note_start()  # as on a rank
+    with Profile() as profiler:
+        check(GOOD)
+        torch.manual_seed(0)
+    assert any("manual_seed" in str(each.code) for each in profiler.getstats())
