@@ -238,18 +238,11 @@ def said_by(error: BaseException) -> str:
     return text_of(error.msg if isinstance(error, SyntaxError) else error)
 
 
-class UnusedParametersError(RuntimeError):
-    """Raised if DDP waits for gradients of parameters that did not contribute to the loss."""
-
-
-class StaleGroupError(RuntimeError):
-    """Raised if code uses a process group that was aborted."""
-
-
 def explained(error: BaseException, engine: RankEngine) -> BaseException:
-    """Return the error.  If DDP waits for unused parameters, the error names them.
+    """Return the error, or a ``UserError`` that explains it.
 
-    If the code seems to use an aborted process group, the error names its variables.
+    If DDP waits for unused parameters, the ``UserError`` names them.  If the code seems to use an
+    aborted process group, the ``UserError`` names its variables.
     """
     now = variables_with_group(engine.shell.user_ns) if engine.stale else {}
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -261,7 +254,7 @@ def explained(error: BaseException, engine: RankEngine) -> BaseException:
     ]
     is_raw = is_consequence(error) and not isinstance(error, ConsequenceError)
     if stale and (is_raw or UNKNOWN_GROUP.search(text_of(error))):
-        return StaleGroupError(" ".join(stale[:3])).with_traceback(error.__traceback__)
+        return UserError(" ".join(stale[:3])).with_traceback(error.__traceback__)
     numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text_of(error))
     for model in (frame.f_locals.get("self") for frame in frames if numbers):
         if numbers and isinstance(model, DistributedDataParallel):
@@ -272,10 +265,10 @@ def explained(error: BaseException, engine: RankEngine) -> BaseException:
             ]
             unused = [names[int(number)] for number in numbers[1].split()]
             more = f" and {len(unused) - 3} more" * (len(unused) > 3)
-            return UnusedParametersError(
+            return UserError(
                 f"{', '.join(unused[:3])}{more} did not contribute to the loss of the previous "
                 "step, so DDP still waits for their gradients. Create DDP with "
-                "find_unused_parameters=True, or remove the parameters that no loss uses"
+                "find_unused_parameters=True, or remove the parameters that no loss uses."
             ).with_traceback(error.__traceback__)
     return error
 
@@ -287,8 +280,7 @@ def traceback_of(error: BaseException, shell: Any) -> list[str]:
     is_for_users = isinstance(error, UserError | SystemExit)
     if isinstance(error, BdbQuit) or (is_for_users and not users):
         return []  # the message is enough
-    explained_errors = CollectiveMismatchError | UnusedParametersError | StaleGroupError | UserError
-    if users and isinstance(error, explained_errors):
+    if users and isinstance(error, CollectiveMismatchError | UserError):
         users[-1].tb_next = None
     own = (OWN_FOLDER, IPython.__path__[0])
     others = [each for each in links if not each.tb_frame.f_code.co_filename.startswith(own)]
