@@ -12,8 +12,8 @@ ALLOW_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 TORCH := $(VENV)/.torch-installed
 STAMP := $(VENV)/.installed
 COMPAT := $(VENV)/.compat-installed
-# Five test processes suit two cores, because most tests wait for other processes.
-PARALLEL := -n 5 --no-loadscope-reorder
+# Four test processes suit two cores, because most tests wait for other processes.
+PARALLEL := -n 4 --no-loadscope-reorder
 PYTEST := $(BIN)/pytest $(PARALLEL)
 STACKS := colab hubs lowest
 STACK_TESTS := tests/unit tests/kernel tests/faults tests/rank
