@@ -17,7 +17,6 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from cProfile import Profile
 from typing import Any
 
 import numpy as np
@@ -195,7 +194,8 @@ _COMPUTING: tuple[Setting, ...] = (
     ),
     (np.geterr, lambda actions: np.seterr(**actions)),
     *_functions(sys, "recursionlimit", "switchinterval", between=""),
-    (sys.getprofile, lambda it: it.enable() if isinstance(it, Profile) else sys.setprofile(it)),
+    # cProfile's objects are no functions
+    (sys.getprofile, lambda it: it.enable() if hasattr(it, "enable") else sys.setprofile(it)),
     (gc.isenabled, lambda is_on: gc.enable() if is_on else gc.disable()),
 )
 _SETTINGS: tuple[Setting, ...] = (

@@ -7,6 +7,7 @@ from contextlib import closing
 import pytest
 
 from ddpnb.protocol.errors import UserError
+from ddpnb.rank.collectives.intercept import Listener, listening
 from ddpnb.rank.tasks.samples import DatasetSamples, prefetching
 from ddpnb.rank.training import validation
 from ddpnb.rank.training.run import Surroundings, load_run
@@ -102,6 +103,35 @@ def test_what_a_metric_and_a_validation_step_return_is_measured(ranks, source, e
 
 def check_job(state, folder, path, spec):
     return validation.validate(spec, Surroundings(state=state, folder=path))
+
+
+COLLECTIVE = "\nimport torch.distributed as dist\ndef {}:\n    dist.barrier()\n    return {}\n"
+CALLING = {
+    "a step": COLLECTIVE.format("training_step(model, batch)", "model(batch[0]).square().mean()"),
+    "a metric": COLLECTIVE.format("metric(outputs, targets)", "{'number': 1.0}"),
+}
+
+
+class Counter(Listener):
+    num = 0
+
+    def begin(self, call) -> None:
+        self.num += 1
+
+
+def check_counted(state, folder, path, spec):
+    with listening(Counter()) as counter:
+        here = Surroundings(state=state, folder=path)
+        return validation.validate(spec, here, num_calls=lambda: counter.num)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("strategy", ["single", "dp", "ddp", "async"])
+@pytest.mark.parametrize("source", CALLING.values(), ids=CALLING)
+def test_functions_that_call_collectives_are_rejected(ranks, tmp_path, source, strategy, num_ranks):
+    spec = spec_of(strategy, cells.CELL + source)
+    for failed in ranks(num_ranks).attempt(check_counted, tmp_path, spec):
+        assert "The cell's functions call collectives, but only rank 0" in str(failed.cause)
 
 
 def test_a_class_of_ones_own_needs_neither_loss_nor_optimizer(ranks, tmp_path):

@@ -69,15 +69,24 @@ def _checked(run: Run, num_calls: Callable[[], int]) -> Checked:
         share = run.schedule.num_in(shard)
         batch = run.first_batch(share // min(run.spec.accumulate, share))
     num_before = num_calls()
+
+    def refuse_collectives() -> None:
+        if num_calls() > num_before:
+            raise UserError(
+                "The cell's functions call collectives, but only rank 0 evaluates the model. Call "
+                "them only in training_step, if isinstance(model, DistributedDataParallel)."
+            )
+
     notes: tuple[str, ...] = ()
     num_epochs = seconds_per_trained = seconds_per_judged = 0.0
     measures: dict[str, float] = {}
     if not run.is_own:
         check_step(worker, batch, run.spec.strategy)
         notes = check_loss(run, worker)
-    # Emulated runs need no measured times. In the training, the same ranks compute at once.
-    if not run.is_own and not run.spec.is_emulated and run.state.rank < run.plan.num_ranks:
-        usual = run.usual_batch()
+        refuse_collectives()  # before single ranks compute
+    is_measured = not run.spec.is_emulated and run.state.rank < run.plan.num_ranks
+    if is_measured and not run.is_own:
+        usual = run.usual_batch()  # the same ranks compute at once in the training
         seconds = measure_compute_seconds(worker, usual)
         seconds_per_trained = seconds / usual.num_samples
         # updates and communication only make a run longer
@@ -85,11 +94,7 @@ def _checked(run: Run, num_calls: Callable[[], int]) -> Checked:
         num_epochs = num_steps / run.schedule.steps_per_epoch
     if run.is_evaluated:
         measures, seconds_per_judged = _evaluated(run, worker, batch)
-    if num_calls() > num_before:
-        raise UserError(
-            "The cell's functions call collectives, but only rank 0 evaluates the model. Call "
-            "them only in training_step, and only if isinstance(model, DistributedDataParallel)."
-        )
+    refuse_collectives()
     if not run.is_own and run.plan.synchronous:
         worker.model.train()
         worker.optimizers.clear()
