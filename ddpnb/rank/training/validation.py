@@ -84,14 +84,13 @@ def _checked(run: Run, num_calls: Callable[[], int]) -> Checked:
         check_step(worker, batch, run.spec.strategy)
         notes = check_loss(run, worker)
         refuse_collectives()  # before single ranks compute
-    is_measured = not run.spec.is_emulated and run.state.rank < run.plan.num_ranks
-    if is_measured and not run.is_own:
-        usual = run.usual_batch()  # the same ranks compute at once in the training
-        seconds = measure_compute_seconds(worker, usual)
-        seconds_per_trained = seconds / usual.num_samples
-        # updates and communication only make a run longer
-        num_steps = MIN_SECONDS_MARGIN * (run.spec.min_seconds or 0.0) / seconds
-        num_epochs = num_steps / run.schedule.steps_per_epoch
+        if not run.spec.is_emulated and run.state.rank < run.plan.num_ranks:
+            usual = run.usual_batch()  # the same ranks compute at once in the training
+            seconds = measure_compute_seconds(worker, usual)
+            seconds_per_trained = seconds / usual.num_samples
+            # updates and communication only make a run longer
+            num_steps = MIN_SECONDS_MARGIN * (run.spec.min_seconds or 0.0) / seconds
+            num_epochs = num_steps / run.schedule.steps_per_epoch
     if run.is_evaluated:
         measures, seconds_per_judged = _evaluated(run, worker, batch)
     refuse_collectives()
@@ -156,8 +155,9 @@ def _take_step(run: Run, worker: Worker) -> Batch:
 def _evaluated(run: Run, worker: Worker, batch: Batch) -> tuple[dict[str, float], float]:
     """Evaluate the model on a few samples of each split, to find errors before the training.
 
-    Return the measures of held-out samples, and the seconds per sample in a usual batch.
-    Afterwards the worker's model is in evaluation mode.
+    Return the measures of held-out samples, and the seconds per sample in a usual batch.  Emulated
+    runs need no measured times, so their seconds are 0.  Afterwards the worker's model is in
+    evaluation mode.
     """
     has_loss = run.has_loss
     judge = partial(score, worker.model.eval(), run.task, worker.device, has_loss=has_loss)
@@ -166,6 +166,8 @@ def _evaluated(run: Run, worker: Worker, batch: Batch) -> tuple[dict[str, float]
         split = "test" if is_held_out else "train"
         with attempt(f"Evaluating the model on data({split!r}) failed", WITHOUT_GRADIENTS):
             found, _ = judge(batch_size=num, max_samples=2 * num, is_held_out=is_held_out)
+    if run.spec.is_emulated:
+        return found, 0.0
     usual = min(run.usual_batch().num_samples, len(run.task.held_out))
     again = partial(judge, batch_size=usual, max_samples=usual)
     return found, min(timed(again, worker.device) for _ in range(2)) / usual

@@ -230,7 +230,7 @@ def test_only_ranks_that_train_measure_their_speed_and_only_for_measured_runs(st
         checked = check(GOOD, strategy, 3, rank=rank, min_seconds=1.0)
         assert (checked.seconds_per_trained > 0) == (checked.num_epochs > 0) == trains
         emulated = check(GOOD, strategy, 3, rank=rank, devices="3", compute="1ms/sample,2ms")
-        assert emulated.seconds_per_trained == 0
+        assert emulated.seconds_per_trained == emulated.seconds_per_judged == 0
 
 
 def test_a_profiler_that_the_user_has_started_goes_on(monkeypatch):
