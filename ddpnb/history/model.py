@@ -38,6 +38,8 @@ class Status(StrEnum):
     FINISHED = "finished"
     FAILED = "failed"
     STOPPED = "stopped"
+    UNREADABLE = "unreadable"
+    """The run is damaged in the store."""
 
 
 def ending(status: Status, detail: str) -> str:

@@ -33,7 +33,7 @@ def notes_of(
     """
     notes = [note for run in runs for note in run.notes]
     for run in runs:
-        if run.status in (Status.FAILED, Status.STOPPED) or run.detail:
+        if run.status not in (Status.RUNNING, Status.FINISHED) or run.detail:
             notes.append(ending(run.status, run.detail))
     diverged = sum(run.num_diverged for run in runs)
     notes += [_described(mark, run) for run in runs for mark in run.marks if mark.seconds > 0]

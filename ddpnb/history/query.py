@@ -20,6 +20,8 @@ from ddpnb.protocol.messages import RunHeader, RunSpec
 class StoredRun:
     """The facts about a stored run that the list of runs shows, without the run's steps."""
 
+    row: int = 0
+    """Number of the run's row in the store.  Rows are in the order in which runs began."""
     run_id: str
     comparison_id: str
     comparison: str
@@ -53,7 +55,7 @@ def resolve(address: str, runs: Sequence[StoredRun]) -> tuple[StoredRun, ...]:
 
     Args:
         address: a name as described above, or the id of a comparison or run.
-        runs: all stored runs.
+        runs: all stored runs, oldest first.
 
     Raises:
         UserError: no run has that name; the message suggests the closest names.
@@ -67,12 +69,12 @@ def resolve(address: str, runs: Sequence[StoredRun]) -> tuple[StoredRun, ...]:
         near = closest(address, all_names(runs))
         hint = f"did you mean {near}?" if near else "%ddp_runs lists all stored runs."
         raise UserError(f"There is no run {address!r}: {hint}")
-    return tuple(sorted(found, key=lambda run: run.created))
+    return tuple(found)
 
 
 def all_names(runs: Sequence[StoredRun]) -> tuple[str, ...]:
     """Return every name that ``resolve`` accepts, starting with the shortest kind of name."""
-    latest_first = sorted(runs, key=lambda run: -run.created)
+    latest_first = runs[::-1]
     names = [run.name for run in latest_first]
     names += [run.comparison for run in latest_first]
     names += [f"{run.comparison}/{run.name}" for run in latest_first]
@@ -101,8 +103,7 @@ def _latest(name: str, runs: Sequence[StoredRun]) -> list[StoredRun]:
     called = [run for run in runs if run.name == name]
     if not called:
         return []
-    latest = max(called, key=lambda run: run.created)
-    return [run for run in called if run.comparison_id == latest.comparison_id]
+    return [run for run in called if run.comparison_id == called[-1].comparison_id]
 
 
 def matching(
@@ -120,6 +121,5 @@ def matching(
     states = [f"{run.comparison}/{run.name} {run.task} {run.status} {run.detail}" for run in runs]
     pairs = zip(runs, states, strict=True)
     found = [run for run, state in pairs if text.lower() in state.lower()]
-    newest_first = sorted(found, key=lambda run: -run.created)
-    lines = list(dict.fromkeys((run.comparison_id, run.name) for run in newest_first))[:last]
+    lines = list(dict.fromkeys((run.comparison_id, run.name) for run in found[::-1]))[:last]
     return tuple(run for run in found if (run.comparison_id, run.name) in lines)

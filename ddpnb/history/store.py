@@ -11,24 +11,38 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import shutil
 import sqlite3
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import UnionType
 from typing import Any, TextIO, TypeVar, final
 
+import numpy as np
 import psutil
 
 from ddpnb.history import query
 from ddpnb.history.comparison import Comparison, overlay
 from ddpnb.history.model import Run, RunSnapshot, Status
 from ddpnb.history.query import StoredRun
+from ddpnb.history.rows import EVENT
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import EventBatch, Mark, MarkKind, RunHeader, RunReport, RunSpec
+from ddpnb.protocol.messages import (
+    NO_STALENESS,
+    EventBatch,
+    Mark,
+    MarkKind,
+    RunHeader,
+    RunReport,
+    RunSpec,
+)
 from ddpnb.protocol.processes import hold, private_folder, working_folder
 
 FILE_NAME = "runs.sqlite3"
@@ -72,25 +86,39 @@ WHERE column1 IN (SELECT id FROM runs)
 """
 """Inserts a batch unless another notebook has deleted the run."""
 
-LIST = """
-SELECT runs.id AS run_id, comparisons.id AS comparison_id, comparisons.name AS comparison,
-    runs.name, runs.repeat, runs.created, comparisons.task, runs.status, runs.detail, runs.writer,
-    runs.spec, runs.header,
-    (SELECT coalesce(sum(num_events), 0) FROM batches WHERE run = runs.id) AS num_events,
+RUN = """
+SELECT runs.*, comparisons.name AS title, comparisons.task,
+    (SELECT CAST(total(num_events) AS INTEGER) FROM batches WHERE run = runs.id) AS num_events,
     (SELECT count(DISTINCT rank) FROM batches WHERE run = runs.id AND rank >= 0) AS num_ranks
-FROM runs JOIN comparisons ON comparisons.id = runs.comparison
-ORDER BY runs.created, runs.rowid
+FROM runs LEFT JOIN comparisons ON comparisons.id = runs.comparison WHERE runs.rowid = ?
 """
-"""Selects the fields of ``StoredRun`` and the writer of each run."""
+"""Selects one run.  Rows are read one by one, so that a damaged row does not hide other rows."""
 
-COMPARISON = """
-SELECT id AS comparison_id, name, created, task, source, specs, environment
-FROM comparisons WHERE id = ?
+OWNER = """
+SELECT name AS comparison, id AS comparison_id FROM comparisons
+WHERE id = (SELECT comparison FROM runs WHERE rowid = ?)
 """
 
-BATCHES = "SELECT rank, sequence, events, metrics, marks FROM batches WHERE run = ? ORDER BY rowid"
+MAX_BYTES = 16_000_000
+"""Maximum size of a stored value.  A larger value is not read."""
 
-REPORTS = "SELECT report FROM reports WHERE run = ? ORDER BY rank"
+MAX_STEP = 20_000_000
+"""Maximum number of a step, because some arrays have one element for each step."""
+
+MAX_NAME = 1000
+"""Maximum number of characters in the name of a run or comparison."""
+
+RUN_ID = re.compile("[0-9a-f]{12}")
+"""The ids that ``recorder.new_id`` returns.  Only such an id becomes the name of a file."""
+
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that may move a terminal's cursor, change its colours or reorder the text."""
+
+DAMAGES = (
+    *(sqlite3.DataError, ValueError, TypeError, LookupError),
+    *(ArithmeticError, OSError, RecursionError),
+)
+"""The errors that a damaged row may cause."""
 
 
 ELSEWHERE = "(the environment variable DDPNB_DATA sets another folder)"
@@ -127,6 +155,7 @@ class Store:
                 self._path, timeout=WAIT_SECONDS, isolation_level=None, check_same_thread=False
             )
             self._connection.row_factory = sqlite3.Row
+            self._connection.text_factory = partial(str, encoding="utf-8", errors="replace")
             self._prepare()
 
     def begin_comparison(self, comparison: Comparison, *, wanted_name: str = "") -> Comparison:
@@ -199,8 +228,9 @@ class Store:
                 self._last_flush = time.monotonic()
 
     def list(self) -> tuple[StoredRun, ...]:
-        """Return all runs, oldest first, but without their steps."""
-        return tuple(map(_stored_run, self._read(LIST)))
+        """Return all runs without their steps, in the order in which they began."""
+        with self._snapshot():
+            return tuple(map(self._stored_run, self._rows_of("runs")))
 
     def load(self, *addresses: str) -> Comparison:
         """Return one comparison that contains the runs listed in ``addresses``.
@@ -212,12 +242,13 @@ class Store:
             UserError: no run has such a name; the message suggests the closest names.
         """
         self.flush()
-        known, parts = self.list(), []
-        for found in (query.resolve(address, known) for address in addresses):
-            for comparison_id in dict.fromkeys(run.comparison_id for run in found):
-                own = [run for run in found if run.comparison_id == comparison_id]
-                (row,) = self._read(COMPARISON, comparison_id)
-                parts.append(_comparison(row).with_runs([self._read_run(run) for run in own]))
+        with self._snapshot():
+            known, parts = self.list(), []
+            for found in (query.resolve(address, known) for address in addresses):
+                for comparison_id in dict.fromkeys(run.comparison_id for run in found):
+                    own = [run for run in found if run.comparison_id == comparison_id]
+                    runs = [self._read_run(run) for run in own]
+                    parts.append(self._comparison(own[0]).with_runs(runs))
         return overlay(parts)
 
     def delete(self, address: str) -> tuple[str, ...]:
@@ -226,17 +257,20 @@ class Store:
         Raises:
             UserError: one of the runs is being trained.
         """
-        found = query.resolve(address, self.list())
-        if busy := [run.address for run in found if run.status is Status.RUNNING]:
-            raise UserError(f"{', '.join(busy)} is being trained. Stop it with %ddp_interrupt.")
         with self._write() as connection:
-            connection.executemany("DELETE FROM runs WHERE id = ?", [(r.run_id,) for r in found])
+            found = query.resolve(address, self.list())
+            if busy := [run.address for run in found if run.status is Status.RUNNING]:
+                raise UserError(f"{', '.join(busy)} is being trained. Stop it with %ddp_interrupt.")
+            connection.executemany("DELETE FROM runs WHERE rowid = ?", [(r.row,) for r in found])
             connection.executemany(
-                "DELETE FROM comparisons WHERE id = ? AND id NOT IN (SELECT comparison FROM runs)",
+                "DELETE FROM comparisons WHERE id = ?"
+                " AND NOT EXISTS (SELECT 1 FROM runs WHERE comparison = comparisons.id)",
                 [(run.comparison_id,) for run in found],
             )
-        for run in found:
-            (self.models / f"{run.run_id}.pt").unlink(missing_ok=True)
+        with self._store_errors("deleted"):
+            for run in found:
+                if RUN_ID.fullmatch(run.run_id):
+                    (self.models / f"{run.run_id}.pt").unlink(missing_ok=True)
         return tuple(run.address for run in found)
 
     def move(self, folder: Path) -> None:
@@ -303,8 +337,66 @@ class Store:
             why = f"{error} {ELSEWHERE}"
             raise StoreError(f"The runs in {self._path} cannot be {verb}: {why}.") from error
 
+    @contextmanager
+    def _snapshot(self) -> Iterator[None]:
+        """Return a context manager in which all reads see the file at the same time."""
+        length = sqlite3.SQLITE_LIMIT_LENGTH
+        with self._lock, self._store_errors("read"), contextlib.ExitStack() as at_end:
+            connection = self._connection
+            if not connection.in_transaction:
+                connection.execute("BEGIN")
+                at_end.callback(connection.rollback)
+            at_end.callback(connection.setlimit, length, connection.setlimit(length, MAX_BYTES))
+            yield
+
+    def _rows_of(self, table: str, run_id: str | None = None) -> Sequence[int]:
+        """Return the numbers of the rows of a table, or of the rows that belong to a run."""
+        where, values = ("", ()) if run_id is None else ("WHERE run = ?", (run_id,))
+        wanted = f"SELECT rowid FROM {table} {where} ORDER BY rowid"
+        return [number for (number,) in self._connection.execute(wanted, values)]
+
+    def _one(self, wanted: str, value: int | str) -> dict[str, Any]:
+        """Return the columns of the only row that a query finds; raise one of ``DAMAGES``."""
+        (row,) = self._connection.execute(wanted, (value,)).fetchall()
+        made: dict[str, Any] = {}
+        for name in set(row.keys()) & READERS.keys():
+            try:
+                made[name] = READERS[name](row[name])
+            except DAMAGES:
+                raise ValueError(f"the {name} is damaged") from None
+        return made
+
+    def _stored_run(self, number: int) -> StoredRun:
+        """Return a run without its steps.  If its row is damaged, the status is UNREADABLE."""
+        try:
+            found = self._one(RUN, number)
+            run_id, found["comparison_id"] = found.pop("id"), found.pop("comparison")
+            found["comparison"], writer = found.pop("title"), found.pop("writer")
+            if found["status"] is Status.RUNNING and not is_written(writer):
+                found["status"] = Status.STOPPED
+                found["detail"] = "the kernel ended; unsaved steps are lost"
+            return StoredRun(row=number, run_id=run_id, **found)
+        except DAMAGES as error:
+            found = {"comparison": "unreadable", "comparison_id": ""}
+            with contextlib.suppress(*DAMAGES):
+                found = self._one(OWNER, number)
+            name, status = f"unreadable-{number}", Status.UNREADABLE
+            return StoredRun(
+                row=number, run_id=name, name=name, status=status, detail=str(error), **found
+            )
+
+    def _comparison(self, stored: StoredRun) -> Comparison:
+        """Return the comparison of a stored run, without runs.  A damaged row has only a name."""
+        known: dict[str, Any] = {"comparison_id": stored.comparison_id, "name": stored.comparison}
+        try:
+            found = self._one("SELECT * FROM comparisons WHERE id = ?", stored.comparison_id)
+            del found["id"]
+            return Comparison(**known | found)
+        except DAMAGES as error:
+            return Comparison(**known, environment={"unreadable": str(error)})
+
     def _read_run(self, stored: StoredRun) -> RunSnapshot:
-        """Return a stored run with its steps."""
+        """Return a stored run with its steps, except damaged steps."""
         run = Run(
             run_id=stored.run_id,
             name=stored.name,
@@ -312,11 +404,18 @@ class Store:
             spec=stored.spec,
             created=stored.created,
         )
-        for row in self._read(BATCHES, stored.run_id):
-            run.add(_batch(stored.run_id, row, stored.header))
-        for (text,) in self._read(REPORTS, stored.run_id):
-            run.add_report(from_text(RunReport, text))
-        run.end(stored.status, stored.detail)
+        damages = [stored.detail] if stored.detail else []
+        for table in ("batches", "reports"):
+            for number in self._rows_of(table, stored.run_id):
+                try:
+                    found = self._one(f"SELECT * FROM {table} WHERE rowid = ?", number)
+                    if table == "reports":
+                        run.add_report(found["report"])
+                    else:
+                        run.add(_batch(stored, found))
+                except DAMAGES as error:
+                    damages.append(f"a row of its {table} is unreadable ({error})")
+        run.end(stored.status, "; ".join(dict.fromkeys(damages)))
         return run.snapshot()
 
 
@@ -400,29 +499,6 @@ def _is_project(folder: Path) -> bool:
     return is_marked and os.path.isdir(folder / "data")
 
 
-def _stored_run(row: sqlite3.Row) -> StoredRun:
-    fields = dict(row)
-    writer, spec, header = (fields.pop(name) for name in ("writer", "spec", "header"))
-    status = Status(fields.pop("status"))
-    if status is Status.RUNNING and not is_written(writer):
-        status = Status.STOPPED
-        fields["detail"] = "the kernel ended; unsaved steps are lost"
-    return StoredRun(
-        **fields,
-        status=status,
-        spec=from_text(RunSpec, spec) if spec else None,
-        header=from_text(RunHeader, header) if header else None,
-    )
-
-
-def _comparison(row: sqlite3.Row) -> Comparison:
-    """Return a comparison without runs."""
-    fields = dict(row)
-    specs = tuple(_from_fields(RunSpec, given) for given in json.loads(fields.pop("specs")))
-    versions = json.loads(fields.pop("environment"))
-    return Comparison(**fields, specs=specs, environment=versions)
-
-
 def _batch_row(batch: EventBatch) -> tuple[Any, ...]:
     """Return a batch as a row of the table ``batches``."""
     metrics = json.dumps(batch.metrics) if batch.metrics else ""
@@ -431,24 +507,26 @@ def _batch_row(batch: EventBatch) -> tuple[Any, ...]:
     return (batch.run_id, batch.rank, batch.sequence, num_events, events, metrics, marks)
 
 
-def _batch(run_id: str, row: sqlite3.Row, header: RunHeader | None = None) -> EventBatch:
-    """Return a row of the table ``batches`` as a batch, and add ``header`` to the batch."""
-    rank, sequence, events, metrics, marks = row
+def _batch(stored: StoredRun, row: Mapping[str, Any]) -> EventBatch:
+    """Return a row of the table ``batches`` as a batch, and add the run's header to the batch."""
+    rank, rows = row["rank"], np.frombuffer(row["events"], dtype=EVENT)
+    numbers = np.concatenate([rows["step"], rows["staleness"], [0]])
+    if not (np.all(rows["rank"] == rank) and np.all(np.isfinite(rows["seconds"]))):
+        raise ValueError("the steps are damaged")
+    if numbers.min() < NO_STALENESS or numbers.max() > MAX_STEP:
+        raise ValueError("the steps are damaged")
     return EventBatch(
-        run_id=run_id,
+        run_id=stored.run_id,
         rank=rank,
-        sequence=sequence,
-        header=header,
-        rows=events,
-        metrics=tuple(map(tuple, json.loads(metrics or "[]"))),
-        marks=tuple(
-            Mark(rank=rank, seconds=seconds, text=text, kind=MarkKind(kind))
-            for rank, seconds, text, kind in json.loads(marks or "[]")
-        ),
+        sequence=row["sequence"],
+        header=stored.header,
+        rows=row["events"],
+        metrics=row["metrics"],
+        marks=row["marks"],
     )
 
 
-Message = TypeVar("Message", RunSpec, RunHeader, RunReport)
+Message = TypeVar("Message", RunSpec, RunHeader, RunReport, Mark)
 
 
 def to_text(value: RunSpec | RunHeader | RunReport) -> str:
@@ -458,7 +536,7 @@ def to_text(value: RunSpec | RunHeader | RunReport) -> str:
 
 def from_text(kind: type[Message], text: str) -> Message:
     """Return the message that ``to_text`` wrote."""
-    return _from_fields(kind, json.loads(text))
+    return _from_fields(kind, _json(text))
 
 
 def _from_fields(kind: type[Message], given: Mapping[str, Any]) -> Message:
@@ -473,6 +551,8 @@ def _from_fields(kind: type[Message], given: Mapping[str, Any]) -> Message:
         for entry in fields
         if entry.name in given
     }
+    if not all(_fits(values[entry.name], entry.type) for entry in fields if entry.name in values):
+        raise ValueError("a field has a wrong type")
     try:
         return kind(**values)
     except UserError:
@@ -480,6 +560,95 @@ def _from_fields(kind: type[Message], given: Mapping[str, Any]) -> Message:
         for entry in fields:
             object.__setattr__(made, entry.name, values.get(entry.name, entry.default))
         return made
+
+
+def _fits(value: object, kind: Any) -> bool:
+    """Return True if a value from JSON has the type of a message's field."""
+    whole, parts = typing.get_origin(kind), typing.get_args(kind)
+    if whole in (typing.Union, UnionType):
+        return any(_fits(value, part) for part in parts)
+    if whole is Mapping:
+        return isinstance(value, dict) and all(_fits(each, parts[1]) for each in value.values())
+    if whole is tuple:
+        return isinstance(value, list | tuple) and all(_fits(each, parts[0]) for each in value)
+    if issubclass(kind, tuple):  # a named tuple of numbers
+        return isinstance(value, list | tuple) and all(_fits(each, float) for each in value)
+    return isinstance(value, int | float if kind is float else kind)
+
+
+def _json(text: str) -> Any:
+    """Return a value from JSON, with clean texts."""
+    return _clean(json.loads(text))
+
+
+def _clean(value: Any, *, has_lines: bool = False) -> Any:
+    """Return a value without control characters.  Only a source may have several lines."""
+    match value:
+        case str():
+            text = CONTROL.sub("", value)
+            return text if has_lines else re.sub(r"\s", " ", text)
+        case list():
+            return [_clean(each) for each in value]
+        case dict():
+            return {_clean(k): _clean(v, has_lines=k == "source") for k, v in value.items()}
+    return value
+
+
+def _text(value: object, *, has_lines: bool = False) -> str:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    return str(_clean(value, has_lines=has_lines))
+
+
+def _name(value: object) -> str:
+    if (
+        not value or _text(value)[:MAX_NAME] != value
+    ):  # a cleaned name could be the name of another run
+        raise ValueError(value)
+    return value
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise TypeError(value)
+    return value
+
+
+def _moment(value: float) -> float:
+    time.localtime(value)  # raises an error if it is no date
+    return float(value)
+
+
+def _environment(text: str) -> dict[str, str]:
+    return {str(name): str(value) for name, value in dict(_json(text)).items()}
+
+
+def _marks(text: str) -> tuple[Mark, ...]:
+    return tuple(
+        _from_fields(Mark, {"rank": r, "seconds": s, "text": t, "kind": MarkKind(kind)})
+        for r, s, t, kind in _json(text or "[]")
+    )
+
+
+READERS: Mapping[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("id", "comparison", "title", "name", "comparison_id"), _name),
+    **dict.fromkeys(("task", "detail"), _text),
+    **dict.fromkeys(("repeat", "num_events", "num_ranks", "sequence"), _count),
+    "created": _moment,
+    "status": Status,
+    "writer": _name,
+    "spec": lambda text: from_text(RunSpec, text) if text else None,
+    "header": lambda text: from_text(RunHeader, text) if text else None,
+    "source": partial(_text, has_lines=True),
+    "specs": lambda text: tuple(_from_fields(RunSpec, each) for each in _json(text)),
+    "environment": _environment,
+    "rank": int,
+    "events": bytes,
+    "metrics": lambda text: tuple(map(tuple, _json(text or "[]"))),
+    "marks": _marks,
+    "report": partial(from_text, RunReport),
+}
+"""A function for each column that checks and converts a value, or raises one of ``DAMAGES``."""
 
 
 def writer_of(process: psutil.Process) -> str:

@@ -317,6 +317,8 @@ class Shown:
             UserError: the ending is not in ``endings``, or the file cannot be written.
         """
         target = Path(path).expanduser()
+        if "\0" in str(target):
+            raise UserError("The name of a file cannot contain a null character. Remove it.")
         fitting = [ending for ending in self.endings if target.name.endswith(ending)]
         if not fitting:
             endings = ", ".join(self.endings)

@@ -45,10 +45,12 @@ def ranks_table(states: Sequence[RankState], doing: Mapping[int, str] | None = N
 
 
 def runs_table(runs: Sequence[StoredRun]) -> Table:
-    """Return a table of the stored runs, newest first.  Repeats of a strategy share one row."""
-    newest_first = sorted(runs, key=lambda run: (-run.created, run.comparison, run.name))
+    """Return a table of the stored runs, newest first.  Repeats of a strategy share one row.
+
+    ``runs`` are in the order in which they began, because a clock may have been changed.
+    """
     by_name: dict[tuple[str, str], list[StoredRun]] = {}
-    for run in newest_first:
+    for run in runs[::-1]:
         by_name.setdefault((run.comparison_id, run.name), []).append(run)
     return Table(
         caption=f"{counted(len(runs), 'stored run')}, newest first" if runs else "No stored runs",
@@ -94,7 +96,7 @@ def _run_row(repeats: Sequence[StoredRun]) -> tuple[Cell, ...]:
         run.spec.batch_words if run.spec else NOTHING,
         run.num_workers or NOTHING,
         f"{sum(repeat.num_events for repeat in repeats):,}",
-        started,
+        started if run.created else NOTHING,
         "; ".join(endings),
     )
 

@@ -13,6 +13,7 @@ from ddpnb.cluster.call import Call
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.wording import restart, say
+from ddpnb.history.model import Status
 from ddpnb.history.query import all_names
 from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.history.store import Store, open_store
@@ -242,10 +243,10 @@ class Session:
     def load(self, names: Sequence[str], options: PlotOptions = EVERYTHING) -> ComparisonResult:
         """Return stored runs as one comparison; by default the latest comparison."""
         if not names:
-            latest = max(self.store.list(), key=lambda run: run.created, default=None)
-            if latest is None:
+            runs = [run for run in self.store.list() if run.status is not Status.UNREADABLE]
+            if not runs:
                 raise UserError("No runs are stored here yet. Run %ddp_compare ddp first.")
-            names = [latest.comparison_id]
+            names = [runs[-1].comparison_id]
         return ComparisonResult(self.store.load(*names), options)
 
     def names(self) -> tuple[str, ...]:

@@ -99,3 +99,42 @@ def test_deleting_is_said(kernel: Kernel):
     assert kernel.run("%ddp_runs --delete of-noise").lines == ["Deleted of-noise/ddp#1."]
     assert "of-noise/ddp" not in kernel.run("%ddp_runs").text
     assert kernel.run("%ddp_runs --delete of-noise").error == "UserError"
+
+
+DAMAGE = """
+import sqlite3
+from ddpnb.session.session import this_session
+with sqlite3.connect(this_session().store.folder / "runs.sqlite3") as connection:
+    connection.execute(
+        "UPDATE runs SET detail = ?, {} WHERE rowid = (SELECT max(rowid) FROM runs)",
+        ("\x1b[31mred\x1b[0m",),
+    )
+connection.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ("spec = 'no JSON'", "unreadable: the spec is damaged"),
+        ("created = 'yesterday'", "unreadable: the created is damaged"),
+        ("status = 'bogus'", "unreadable: the status is damaged"),
+        ("id = '../../../victim'", "red"),
+    ],
+)
+def test_a_damaged_run_is_named_and_hides_no_other_run(kernel: Kernel, change: str, shown: str):
+    assert kernel.run(ODD.format(name="stranger", loss="0.5")).passed
+    (kernel.folder / "data/runs/models").mkdir(exist_ok=True)
+    victim = kernel.folder / "victim.pt"
+    victim.touch()
+    assert kernel.run(DAMAGE.format(change)).passed
+    listed = kernel.run("%ddp_runs").passed
+    assert shown in listed.text
+    assert "of-digits/ddp" in listed.text
+    drawn = kernel.run("%ddp_runs --show stranger\n%ddp_plot stranger\n%ddp_plot").passed
+    plain = [*listed.bundles("text/plain"), *drawn.bundles("text/plain")]
+    assert len(plain) >= 4
+    assert "\x1b" not in "".join(plain)
+    deleted = kernel.run("%ddp_runs --delete stranger").passed
+    assert deleted.stdout.startswith("Deleted stranger/")
+    assert victim.exists()
