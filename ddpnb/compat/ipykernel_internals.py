@@ -3,8 +3,12 @@
 C code and child processes write text to a stream's file descriptor.  A thread of ipykernel reads
 and forwards this text.  This module can wait until this thread has forwarded all text.  Text that
 the thread forwards after the end of a cell would not appear in the cell.
+
+A cell may print more text than ddpnb and the browser can hold.  Then each stream shows the
+beginning and the end of this flood, and writes the middle to a file.
 """
 
+import codecs
 import contextlib
 import fcntl
 import inspect
@@ -15,6 +19,7 @@ import termios
 import threading
 import time
 from collections.abc import Mapping
+from io import StringIO
 from typing import Any
 
 from ipykernel.iostream import OutStream
@@ -25,8 +30,18 @@ from IPython.core.ultratb import VerboseTB
 from ddpnb.compat.probe import Probe
 
 POLL_SECONDS = 0.003
-READ_BYTES = 1000
-"""Maximum number of bytes to read from a descriptor at once, as in ipykernel."""
+READ_BYTES = 65_536
+"""Maximum number of bytes to read from a descriptor at once: the size of a pipe."""
+LOG_BYTES = 4_000_000
+"""Size at which the log of a descriptor's text begins again.  The log may take memory."""
+SHOWN_AT_ONCE = 4_000_000
+"""Number of characters that each stream of a cell shows, however fast the cell prints them."""
+SHOWN_PER_SECOND = 5_000
+"""Number of further characters that each stream shows for each second."""
+SHOWN_END = 100_000
+"""Minimum number of characters that a stream shows of the end of a flood."""
+KEPT_BYTES = 32_000_000
+"""Maximum size of the file with the middle of a flood.  The file may take memory."""
 KEPT_BY = "_tee", "_format_exception_for_storage"
 """IPython's methods that store the output and the error of a cell in the history."""
 
@@ -91,6 +106,23 @@ def name_cells(shell: InteractiveShell, numbers: Mapping[str, int]) -> None:
     vars(shell.InteractiveTB)["format_record"] = format_record
 
 
+class Header(dict[str, Any]):
+    """The header of a request.  Each ``write`` of ipykernel hashes all its items."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        super().__init__(fields)
+        self._items = frozenset(fields.items())  # a set computes its hash only once
+
+    def items(self) -> Any:
+        """Return the header's items."""
+        return self._items
+
+
+def streams() -> "list[DescriptorStream]":
+    """Return this process's stdout and stderr, unless the user has redirected them."""
+    return [each for each in (sys.stdout, sys.stderr) if isinstance(each, DescriptorStream)]
+
+
 class DescriptorStream(OutStream):
     """A stream that can wait for text that was written to its file descriptor.
 
@@ -98,25 +130,32 @@ class DescriptorStream(OutStream):
     both streams twice, and each flush of ipykernel waits for another thread.
     """
 
+    path = "%s.log"
+    """The file for the middle of a flood.  ``%s`` becomes the stream's name."""
     _fid: Any
     _should_watch = False
     """True if a thread reads the descriptor; ipykernel 6 sets this only if it starts a thread."""
     has_written = False
     """True if there may be text that is not sent yet."""
+    _room = SHOWN_AT_ONCE
+    """Number of characters that may be shown now."""
+    _held: StringIO | None = None
+    """The latest text of a flood, which is not shown yet; None if there is no flood."""
 
     def set_parent(self, parent: Any) -> None:
-        """Set the request whose cell writes the text.
-
-        Each ``write`` of ipykernel hashes all fields of the request's header, so keep only two.
-        """
+        """Set the request whose cell writes the text.  Keep only two fields of its header."""
         header = parent.get("header", {})
         kept = {name: header[name] for name in ("msg_id", "session") if name in header}
-        super().set_parent(kept and {"header": kept})  # type: ignore[no-untyped-call]
+        super().set_parent(kept and {"header": Header(kept)})  # type: ignore[no-untyped-call]
 
     def write(self, string: str) -> Any:
         """Write to the notebook, and return the number of characters."""
+        if isinstance(string, str):  # otherwise ipykernel raises an error
+            self._room -= len(string)
+            if self._room <= 0:
+                return self._limit(string)
         self.has_written = True
-        return super().write(string)
+        return OutStream.write(self, string)  # ``super`` would take longer
 
     def flush(self) -> None:
         """Send the written text, and return once it is sent."""
@@ -124,8 +163,16 @@ class DescriptorStream(OutStream):
             self.has_written = False
             super().flush()  # type: ignore[no-untyped-call]
 
+    def end_call(self) -> None:
+        """Show the end of a flood.  The next call may print as much as this call."""
+        with self._holding:
+            self._end_flood()
+            self._room, self._granted_at = SHOWN_AT_ONCE, time.monotonic()
+
     def __init__(self, *args: Any, **options: Any) -> None:
         self._passing_on = threading.Lock()
+        self._holding = threading.RLock()  # a signal handler may print too
+        self._granted_at = time.monotonic()
         super().__init__(*args, **options)  # type: ignore[no-untyped-call]
 
     def settle(self, seconds: float) -> None:
@@ -143,6 +190,7 @@ class DescriptorStream(OutStream):
     def _watch_pipe_fd(self) -> None:
         if not reads_descriptors.works:
             return super()._watch_pipe_fd()  # type: ignore[no-untyped-call, no-any-return]
+        decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         readable = select.poll()
         readable.register(self._fid, select.POLLIN)
         try:
@@ -152,7 +200,58 @@ class DescriptorStream(OutStream):
                     data = os.read(self._fid, READ_BYTES)
                     if not data:
                         return
-                    self.write(data.decode(errors="replace"))
+                    self.write(decode(data))
+                    if os.fstat(self._original_stdstream_copy).st_size > LOG_BYTES:
+                        os.ftruncate(self._original_stdstream_copy, 0)
                     os.write(self._original_stdstream_copy, data)
         except Exception:  # noqa: BLE001  ipykernel shows the error when the stream is closed
             self._exc = sys.exc_info()
+
+    def _limit(self, string: str) -> int:
+        """Write as much of a text as may be shown now.  Hold the rest back until the flood ends."""
+        with self._holding:
+            now = time.monotonic()
+            earned, num_shown = int((now - self._granted_at) * SHOWN_PER_SECOND), 0
+            if self._held is None:
+                self._room, self._granted_at = self._room + min(earned, SHOWN_END), now
+                num_shown = max(0, len(string) + min(0, self._room))
+                self.has_written = True
+                OutStream.write(self, string[:num_shown])
+                if self._room > 0:
+                    return len(string)
+                self._held, self._num_left_out, self._num_kept = StringIO(), 0, 0
+                self._separator = "" if string[:num_shown].endswith("\n") else "\n"
+            for at in range(num_shown, len(string), SHOWN_END):
+                self._held.write(string[at : at + SHOWN_END])
+                if self._held.tell() > 2 * SHOWN_END:
+                    text, self._held = self._held.getvalue(), StringIO()
+                    self._held.write(text[-SHOWN_END:])
+                    self._leave_out(text[:-SHOWN_END])
+            if earned > 2 * SHOWN_END:
+                self._end_flood()
+                self._room, self._granted_at = SHOWN_END, now
+            return len(string)
+
+    def _leave_out(self, text: str) -> None:
+        """Append a text to the file.  If this fails, only count its characters."""
+        if self._num_kept == self._num_left_out:
+            data = text.encode(errors="backslashreplace")
+            with contextlib.suppress(OSError), open(self.path % self.name, "ab") as file:
+                if file.tell() + len(data) <= KEPT_BYTES:
+                    file.write(data)
+                    file.flush()
+                    self._num_kept += len(text)
+        self._num_left_out += len(text)
+
+    def _end_flood(self) -> None:
+        """Write the text that is held back, after a sentence about the text that is left out."""
+        text, self._held = self._held.getvalue() if self._held else "", None
+        if text and self._num_left_out:
+            kept, path = self._num_kept, self.path % self.name
+            which = "They" if kept == self._num_left_out else f"The first {kept:,} of them"
+            place = f"{which} are in {path} until the next cell." if kept else "They are lost."
+            notice = f"ddpnb left out {self._num_left_out:,} characters here. {place}"
+            text = f"{self._separator}{notice}\n{text}"
+        if text:
+            self.has_written = True
+            OutStream.write(self, text)

@@ -11,6 +11,7 @@ from typing import Any, final
 from IPython.core.interactiveshell import ExecutionInfo
 from numpy.typing import NDArray
 
+from ddpnb.compat.ipykernel_internals import streams
 from ddpnb.protocol.cell_messages import CellReport, CellSpec, StaleVariable
 from ddpnb.protocol.devices import Compute
 from ddpnb.protocol.inspection import (
@@ -58,6 +59,8 @@ def carry_out(name: str, arguments: Sequence[Any], folder: str) -> Any:
             raise
         return cells.failure_of(error, engine)
     finally:  # the call's frames have ended, so they hold no model any more
+        for stream in streams():
+            stream.end_call()
         show_group()
         if name in USES_DEVICE or name == "train":
             engine.shell.InteractiveTB.tb = None  # IPython keeps the latest traceback

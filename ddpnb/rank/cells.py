@@ -19,7 +19,7 @@ import IPython
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpnb.compat.asyncio_internals import users_loop
-from ddpnb.compat.ipykernel_internals import DescriptorStream
+from ddpnb.compat.ipykernel_internals import streams
 from ddpnb.protocol.cell_messages import CellReport, CellSpec, Failure
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import process_log
@@ -52,6 +52,8 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
     """
     rank = engine.group.rank
     os.truncate(process_log(engine.group.folder, rank), 0)  # keep only this cell's output
+    for name in ("stdout", "stderr"):
+        process_log(engine.group.folder, f"{rank}.{name}").unlink(missing_ok=True)
     engine.num_outputs = 0
     with contextlib.ExitStack() as opened:
         publisher = opened.enter_context(closing(Publisher(rank=rank, run_id=spec.run_id)))
@@ -114,9 +116,8 @@ def run_source(spec: CellSpec, engine: RankEngine) -> list[BaseException]:
             questions(spec, engine.group.rank, engine.answers),
         ):
             error = execute(spec, engine)
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, DescriptorStream):  # otherwise the user has redirected it
-                stream.settle(DRAIN_SECONDS)
+        for stream in streams():
+            stream.settle(DRAIN_SECONDS)
     except KeyboardInterrupt as interrupt:  # it came just after the cell's end
         error = interrupt
     errors = [*shown] if error is None or is_success(error) else [*shown, error]

@@ -20,9 +20,9 @@ import torch
 from ipyparallel.engine.app import IPEngine
 from traitlets import Instance
 
-from ddpnb.compat.ipykernel_internals import DescriptorStream
+from ddpnb.compat.ipykernel_internals import DescriptorStream, streams
 from ddpnb.protocol.cell_messages import StaleVariable
-from ddpnb.protocol.processes import ForkServerEvent, RankCommand
+from ddpnb.protocol.processes import ForkServerEvent, RankCommand, process_log
 from ddpnb.rank import process_end
 from ddpnb.rank.group import Group
 from ddpnb.rank.random_state import note_start, seed_everything
@@ -119,8 +119,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
 
     def end_cell(self) -> bool:
         """Return True if the latest cell had no output; then drop its last status message."""
-        streams = [each for each in (sys.stdout, sys.stderr) if isinstance(each, DescriptorStream)]
-        is_silent = not self.num_outputs and not any(each.has_written for each in streams)
+        is_silent = not self.num_outputs and not any(each.has_written for each in streams())
         self.silent_request = self.kernel.get_parent("shell")["msg_id"] if is_silent else ""
         return is_silent
 
@@ -156,6 +155,7 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     )
     adopt(group)
     refuse_launchers(group.world_size)
+    DescriptorStream.path = str(process_log(folder, f"{group.rank}.%s"))
     engine = RankEngine.instance(group=group, out_stream_factory=DescriptorStream)
     handlers = {
         RankCommand.ABORT: group.abort,

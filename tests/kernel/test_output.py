@@ -1,7 +1,13 @@
 """All output of a cell on the ranks arrives, like the output of a notebook cell."""
 
+import random
+import re
+from pathlib import Path
+
+import psutil
 import pytest
 
+from ddpnb.compat.ipykernel_internals import KEPT_BYTES, LOG_BYTES, SHOWN_AT_ONCE, SHOWN_END
 from tests.cluster.rig import FORKS
 from tests.kernel.client import Cell, Kernel, both
 
@@ -137,6 +143,79 @@ def test_much_output_keeps_its_order(kernel: Kernel):
     # IPython stores outputs since version 9.
     kept = "'xxxx' in str(getattr(get_ipython().history_manager, 'outputs', ''))"
     assert kernel.run(f"%%rank 0\nprint({kept})").by_rank == {0: ["False"]}
+
+
+WAYS = {
+    "lines": "for line in text.splitlines(True): print(line, end='')",
+    "line ends": "for line in text.splitlines(): print(line)",
+    "at once": "print(text, end='')",
+    "C code": "data = memoryview(text.encode())\nwhile data: data = data[os.write(1, data):]",
+    "a thread": "t = threading.Thread(target=print, args=(text,), kwargs={'end': ''})\n"
+    "t.start()\nt.join()",
+    "errors": "sys.stderr.write(text)",
+}
+FLOOD = "%%rank 0\nimport os, sys, threading\ntext = ''.join(f'{{i:>9}}\\n' for i in range({}))\n"
+
+
+def check_flood(kernel: Kernel, way: str, size: int) -> bool:
+    """Print a text, and check that nothing is lost. Return True if a part is only in the file."""
+    cell = kernel.run(FLOOD.format(size // 10) + WAYS[way]).passed
+    text = "".join(f"{i:>9}\n" for i in range(size // 10))
+    shown = re.sub(r"^\[0\] ", "", cell.stderr if way == "errors" else cell.stdout, flags=re.M)
+    found = re.search(
+        r"ddpnb left out ([\d,]+) characters here\. "
+        r"(?:They are|The first ([\d,]+) of them are) in (\S+) until the next cell\.\n",
+        shown,
+    )
+    if found is None:
+        assert shown == text
+        return False
+    end = shown[found.end() :]
+    num, kept = (int((each or found[1]).replace(",", "")) for each in found.group(1, 2))
+    begin = text[: len(text) - num - len(end)]
+    assert shown[: found.start()] == begin + "\n" * (not begin.endswith("\n"))
+    assert text.endswith(end)
+    assert len(begin) >= SHOWN_AT_ONCE - 100
+    assert len(end) >= SHOWN_END
+    middle = Path(found[3])
+    assert middle.read_text() == text[len(begin) :][:kept]
+    assert (kept < num) == (num > KEPT_BYTES - SHOWN_END and kept <= KEPT_BYTES)
+    assert not kernel.run("%%ddp\n1").error
+    assert not middle.exists()
+    return True
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_of_a_flood_the_beginning_and_the_end_are_shown(kernel: Kernel, way: str):
+    draw = random.Random(way)
+    for limit in (SHOWN_AT_ONCE, SHOWN_AT_ONCE + 2 * SHOWN_END):
+        check_flood(kernel, way, limit + draw.randint(-30, 30) * 10)
+    sizes = [draw.randint(SHOWN_AT_ONCE + 6 * SHOWN_END, 3 * SHOWN_AT_ONCE) for _ in range(2)]
+    sizes += [KEPT_BYTES + 2 * SHOWN_AT_ONCE] if way in ("at once", "C code") else []
+    assert all(check_flood(kernel, way, size) for size in sizes)
+
+
+def test_a_flood_takes_little_memory(kernel: Kernel):
+    rank = int(kernel.run("%%rank 0\nimport os\nprint(os.getpid())").by_rank[0][0])
+    processes = [psutil.Process(rank), psutil.Process(kernel.manager.provisioner.pid)]
+    cell = kernel.run(
+        "%%ddp --no-wait\nimport os, sys\npiece = 'x' * 99 + '\\n'\n"
+        "for _ in range(200):\n    print(piece * 10_000)\n"
+        "    [os.write(2, piece.encode() * 100) for _ in range(100)]"
+    )
+    idle, peaks = [each.memory_info().rss for each in processes], [0, 0]
+    while kernel.value("this_session()._running") != "[]":
+        now = [each.memory_info().rss for each in processes]
+        peaks = [max(pair) for pair in zip(peaks, now, strict=True)]
+    assert all(peak - before < 300_000_000 for peak, before in zip(peaks, idle, strict=True))
+    assert (kernel.run_folder / "0.log").stat().st_size < 2 * LOG_BYTES
+    kernel.wait_until(lambda: cell.text.count("ddpnb left out") == 4)
+    assert kernel.run("%%ddp\nprint('next')").by_rank == both("next")
+
+
+def test_characters_of_c_code_are_read_whole(kernel: Kernel):
+    cell = kernel.run("%%rank 0\nimport os\nos.write(1, ('a' + 'é' * 100_000 + '\\n').encode())")
+    assert cell.by_rank[0][0] == "a" + "é" * 100_000
 
 
 COMPARED = """%%ddp_compare single ddp --epochs 1 --batch-size 8 --no-baseline
