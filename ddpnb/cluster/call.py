@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ddpnb.cluster.interrupts import raise_if_interrupted
 from ddpnb.protocol.cell_messages import Prompt
 from ddpnb.protocol.messages import EventBatch
 from ddpnb.protocol.notation import spoken_ranks
@@ -17,6 +18,8 @@ from ddpnb.protocol.notation import spoken_ranks
 START_TIMEOUT_SECONDS = 120.0
 CALL_TIMEOUT_SECONDS = 30.0
 """Maximum time for an internal call of ddpnb."""
+WAIT_SECONDS = 0.05
+"""Maximum time to wait for an event before ddpnb looks for an interrupt."""
 OUTPUT_TIMEOUT_SECONDS = 5.0
 """Maximum time to wait for the rest of a rank's output after the rank's result has arrived."""
 
@@ -69,6 +72,8 @@ class Call:
         self.speaking = set(self.ranks)
         """Ranks that may still send output.  Output can arrive after the rank's result."""
         self._output_deadline = math.inf
+        self._values: dict[int, Any] = {}
+        """The results that ``results`` has received, also in an earlier call."""
 
     @property
     def done(self) -> bool:
@@ -93,17 +98,17 @@ class Call:
         Raises TimeoutError after ``timeout`` seconds.  Raises RuntimeError if a rank fails or dies.
         """
         deadline = time.monotonic() + timeout
-        values: dict[int, Any] = {}
         while self.running:
             if (left := deadline - time.monotonic()) <= 0:
                 waiting = spoken_ranks(self.running)
                 raise TimeoutError(f"{waiting} did not answer within {timeout:.0f} s")
-            for event in self.events(left):
+            raise_if_interrupted()
+            for event in self.events(min(left, WAIT_SECONDS)):
                 if isinstance(event, Lost):
                     raise RuntimeError(f"rank {event.rank}: {event.cause}")
                 if isinstance(event, Returned):
-                    values[event.rank] = event.value
-        return [values[rank] for rank in self.ranks]
+                    self._values[event.rank] = event.value
+        return [self._values[rank] for rank in self.ranks]
 
     def lose(self, rank: int, cause: str) -> None:
         """Record that a rank will not return a result.  Any thread may call this method."""

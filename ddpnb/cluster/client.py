@@ -16,7 +16,7 @@ import ipyparallel as ipp
 from ipyparallel.error import RemoteError
 
 from ddpnb.cluster.call import START_TIMEOUT_SECONDS, Call, Lost, Output, OutputEnded, Returned
-from ddpnb.cluster.processes import wait_for_file
+from ddpnb.cluster.processes import wait_for_file, wait_until
 from ddpnb.cluster.wording import restart, say, sentence, them
 from ddpnb.compat import ipyparallel_internals
 from ddpnb.protocol.calls import calls
@@ -32,15 +32,14 @@ CONNECT_SECONDS = 20.0
 LOOK_AGAIN_SECONDS = 3.0
 """If no new engine appears within this time, ddpnb lists the engines again with a new client.  The
 controller does not report an engine that registers while the client connects."""
-WAIT_SECONDS = 0.05
-"""Maximum time to wait for an answer before ddpnb checks again that the ranks are alive."""
 
 
 class EngineClient:
     """Sends calls to the ranks.  The constructor waits until the controller listens.
 
     Each rank requests an engine id that is equal to the rank.  If a dead engine still has this id,
-    the new engine gets another id.  For this reason, ddpnb asks each new engine for its rank.
+    the new engine gets another id.  For this reason, ddpnb asks each new engine for its rank, and
+    ``assign`` notes the engine.
     ``while_waiting`` is called repeatedly, and can raise an error to end the wait.
     """
 
@@ -51,7 +50,9 @@ class EngineClient:
         self._client = connected_client(self._path, while_waiting)
         self._engine_of: dict[int, int] = {}
         self._known: set[int] = set()
-        """The ids of the engines for which the client knows the rank."""
+        """The ids of the engines that have answered."""
+        self._asked: dict[int, tuple[Call, float]] = {}
+        """Maps each other engine to the question for its state and the time to ask again."""
         self._calls: list[Call] = []
         self._lock = threading.Lock()
 
@@ -62,7 +63,7 @@ class EngineClient:
         """
         refuse_fork(self._pid)
         call = Call(ranks)
-        engine_of = {rank: self._engine_of.get(rank, rank) for rank in ranks}
+        engine_of = {rank: self._engine_of.get(rank, -1) for rank in ranks}
         known = set(self._client.ids)
         if lost := [rank for rank, engine in engine_of.items() if engine not in known]:
             anew = f"Run {restart(lost)} to restart {them(lost)}"
@@ -79,55 +80,53 @@ class EngineClient:
             if rank in call.ranks:
                 call.lose(rank, cause)
 
-    @property
-    def new_engines(self) -> set[int]:
-        """The ids of the engines for which the client does not know the rank yet."""
-        return set(self._client.ids) - self._known
+    def new_states(self) -> dict[int, RankState]:
+        """Return the states of new engines, each once; ask engines that have not answered.
 
-    def wait_for(self, num: int, while_waiting: Callable[[], None]) -> list[RankState]:
-        """Wait until ``num`` new ranks answer; return their states in the order of the ranks.
-
-        ``while_waiting`` is called repeatedly, and can raise an error to end the wait.
-        Raises TimeoutError if a rank does not connect or does not answer.
+        This method does not wait.  Raises RuntimeError if an engine cannot give its state.
         """
-        deadline = time.monotonic() + START_TIMEOUT_SECONDS
-        num_seen, seen_at = 0, time.monotonic()
-        while len(new := self.new_engines) < num:
-            while_waiting()
-            now = time.monotonic()
-            if now > deadline:
-                raise TimeoutError(f"only {len(new)} of {num} ranks connected")
-            if len(new) > num_seen:
-                num_seen, seen_at = len(new), now
-            elif now - seen_at > LOOK_AGAIN_SECONDS and all(call.done for call in self._calls):
-                self._client.close()
-                self._client = connected_client(self._path, while_waiting)
-                seen_at = now
-            time.sleep(0.002)
-        return self.identify(new, while_waiting)
-
-    def identify(self, engines: set[int], while_waiting: Callable[[], None]) -> list[RankState]:
-        """Ask engines for their states until all have answered; record each engine's rank."""
-        self._known |= engines
-        call = Call(engines)
-        deadline = time.monotonic() + START_TIMEOUT_SECONDS
-        ask_at = 0.0
-        states: list[RankState] = []
-        while call.running:
-            while_waiting()
-            if (now := time.monotonic()) > deadline:
-                raise TimeoutError(f"{len(call.running)} of {len(engines)} ranks did not answer")
-            if now >= ask_at:
-                for engine in call.running:
-                    self._send(call, engine, engine, calls.state())
-                ask_at = now + ASK_AGAIN_SECONDS
-            for event in call.events(WAIT_SECONDS):
+        answers: dict[int, RankState] = {}
+        for engine in set(self._client.ids) - self._known:
+            call, ask_at = self._asked.get(engine, (Call([engine]), 0.0))
+            for event in call.events(0.0):
                 if isinstance(event, Lost):
+                    self._known.add(engine)
                     raise RuntimeError(event.cause)
                 if isinstance(event, Returned):
-                    states.append(event.value)
-                    self._engine_of[event.value.rank] = event.rank
-        return sorted(states, key=lambda state: state.rank)
+                    answers[engine] = event.value
+            if (now := time.monotonic()) >= ask_at and call.running:
+                self._send(call, engine, engine, calls.state())
+                ask_at = now + ASK_AGAIN_SECONDS
+            self._asked[engine] = call, ask_at
+        self._known |= set(answers)
+        return answers
+
+    def assign(self, rank: int, engine: int) -> None:
+        """Send the calls of a rank to this engine from now on."""
+        self._engine_of[rank] = engine
+
+    def wait_for(self, num: int, is_done: Callable[[], bool]) -> None:
+        """Wait until ``is_done()`` is true, while ``num`` engines are new.
+
+        Raises TimeoutError if this takes too long.
+        """
+        num_seen, seen_at = 0, time.monotonic()
+
+        def is_so() -> bool:
+            nonlocal num_seen, seen_at
+            if is_done():
+                return True
+            num_new, now = len(set(self._client.ids) - self._known), time.monotonic()
+            if num_new > num_seen or num_new >= num:
+                num_seen, seen_at = num_new, now
+            elif now - seen_at > LOOK_AGAIN_SECONDS and all(call.done for call in self._calls):
+                old, self._client = self._client, connected_client(self._path, is_done)
+                self._asked.clear()
+                old.close()
+                seen_at = now
+            return False
+
+        wait_until(is_so, START_TIMEOUT_SECONDS, "not all ranks connected and answered")
 
     def close(self, ranks: Iterable[int], cause: str) -> None:
         """Disconnect from the controller.  All calls on ``ranks`` fail with the text ``cause``."""
@@ -154,7 +153,7 @@ class EngineClient:
         ipyparallel_internals.send(self._client, engine, request, receive)
 
 
-def connected_client(path: Path, while_waiting: Callable[[], None]) -> ipp.Client:
+def connected_client(path: Path, while_waiting: Callable[[], object]) -> ipp.Client:
     """Connect a client to the controller; try again if the controller does not answer."""
     deadline = time.monotonic() + START_TIMEOUT_SECONDS
     while True:

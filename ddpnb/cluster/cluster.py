@@ -1,8 +1,8 @@
 """The cluster: starts, calls, restarts and ends the ranks.  Runs in the kernel."""
 
 import contextlib
-import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
@@ -10,18 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpnb.cluster.call import CALL_TIMEOUT_SECONDS, START_TIMEOUT_SECONDS, Call, Timeouts
+from ddpnb.cluster.call import CALL_TIMEOUT_SECONDS, Call, Timeouts
+from ddpnb.cluster.interrupts import noted_interrupts
 from ddpnb.cluster.link import Exit, Member, Service
 from ddpnb.cluster.placement import ClusterSpec, Placement, rank_settings
 from ddpnb.cluster.processes import LocalProcesses, Processes, StartProcesses, wait_until
-from ddpnb.cluster.wording import remedy
+from ddpnb.cluster.wording import restart, say, sentence, them
 from ddpnb.compat.probe import missing_features
 from ddpnb.protocol.calls import Result, calls
 from ddpnb.protocol.cell_messages import StaleVariable
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 from ddpnb.protocol.notation import spoken_ranks
-from ddpnb.protocol.processes import RankCommand, private_folder, working_folder
+from ddpnb.protocol.processes import RankCommand, private_folder, remove_folder, working_folder
 
 if TYPE_CHECKING:
     from ddpnb.cluster.client import EngineClient
@@ -49,7 +50,6 @@ class Cluster:
         """The notebook's working folder.  The ranks change to this folder before the next call."""
         self.timeouts = Timeouts()
         """The timeouts of supervised calls.  Tests may replace the timeouts at any time."""
-        self.states: tuple[RankState, ...] = ()
         self.exits: dict[Member, Exit] = {}
         """The exit of each process that ended unexpectedly."""
         self.is_over = False
@@ -67,6 +67,11 @@ class Cluster:
         self._client: EngineClient | None = None
         self._interrupts: list[Future[Any]] = []
         """The futures of interrupts that may not have reached the ranks yet."""
+        self._states: dict[int, RankState] = {}
+        self._starting: dict[int, Future[Any]] = {}
+        """Maps each started rank that has not answered yet to a future with its process id."""
+        self._lock = threading.Lock()
+        """Protects ``_starting``: a background thread may restart ranks too."""
 
     @classmethod
     def start(
@@ -80,30 +85,34 @@ class Cluster:
         ``progress`` is called with a short description of each phase.  ``start_processes`` starts
         the processes on the hosts in ``spec``.
 
-        Raises:
-            UserError: the hosts cannot run this cluster.
-            RuntimeError: a process failed.  The error's message ends with the log of the process.
+        Raises UserError if the hosts cannot run this cluster, or if a process failed.
         """
         home = working_folder()
-        cluster = cls(spec, private_folder(), home)
-        try:
-            cluster.processes = start_processes(spec, cluster.folder, cluster.note_exit)
-        except BaseException:
-            shutil.rmtree(cluster.folder, ignore_errors=True)
-            raise
-        try:
-            cluster._start_ranks(progress)
-        except BaseException:
-            cluster.stop()
-            raise
+        with noted_interrupts():
+            cluster = cls(spec, private_folder(), home)
+            try:
+                cluster.processes = start_processes(spec, cluster.folder, cluster.note_exit)
+            except BaseException:
+                remove_folder(cluster.folder)
+                raise
+            try:
+                cluster._start_ranks(progress)
+            except BaseException:
+                cluster.stop()
+                raise
         return cluster
 
     # -- the ranks and their state ---------------------------------------------------
 
     @property
+    def states(self) -> tuple[RankState, ...]:
+        """The states of all ranks, in the order of the ranks."""
+        return tuple(self._states[rank] for rank in sorted(self._states))
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """All rank numbers."""
-        return tuple(range(len(self.states)))
+        return tuple(range(len(self._states)))
 
     @property
     def living(self) -> tuple[int, ...]:
@@ -146,6 +155,8 @@ class Cluster:
         for name in (Service.FORK_SERVER, Service.CONTROLLER):
             if (exit_ := self.exits.get(name)) is not None:
                 return f"the {name} {exit_}"
+        if not self.is_over and not self.folder.exists():
+            return f"its folder {self.folder} was removed"
         return None
 
     @property
@@ -167,9 +178,13 @@ class Cluster:
         Raises UserError if one of the ranks has died, or if the cluster is unusable.
         """
         self.require(ranks)
+        self._wait_until_ready(ranks)
         sent, self._interrupts = self._interrupts, []
         wait(sent, SIGNAL_SECONDS)  # a late interrupt would end the new call
-        return self.client.submit(replace(request, folder=str(self.work_folder)), ranks)
+        call = self.client.submit(replace(request, folder=str(self.work_folder)), ranks)
+        for exit_ in list(self.exits.values()):  # a rank may have died since ``require``
+            self.note_exit(exit_)
+        return call
 
     def gather(
         self,
@@ -181,13 +196,22 @@ class Cluster:
         chosen = self.ranks if ranks is None else ranks
         return self.submit(request, chosen).results(timeout)
 
-    def require(self, ranks: Sequence[int]) -> None:
+    def require(self, ranks: Collection[int]) -> None:
         """Raise UserError unless all of ``ranks`` are alive."""
-        if (lost := self.lost) is not None:
-            raise UserError(f"The cluster has ended: {lost}. Run %ddp_restart to start new ranks.")
+        if self.lost is not None:
+            raise UserError(self.remedy())
         for rank in ranks:
             if (exit_ := self.exits.get(rank)) is not None:
-                raise UserError(f"Rank {rank} {exit_}. {remedy(self.dead)}")
+                raise UserError(f"Rank {rank} {exit_}. {self.remedy()}")
+
+    def remedy(self, died: Collection[int] = ()) -> str:
+        """Return the sentences that say how to continue now, after ranks have ``died``."""
+        if self.lost is not None:
+            return f"The cluster has ended: {self.lost}. Run %ddp_restart to start new ranks."
+        if not self.dead:
+            return f"ddpnb has restarted {them(died)} without variables."
+        others = " The other ranks keep their variables." if self.living else ""
+        return f"Run {restart(self.dead)} to restart {them(self.dead)}.{others}"
 
     def interrupt(self, ranks: Collection[int]) -> None:
         """Send SIGINT to ranks, to raise ``KeyboardInterrupt`` in a running cell."""
@@ -251,36 +275,52 @@ class Cluster:
         UserError and does not end any rank.
         """
         self.require_idle(set(self.ranks) - set(ranks))
-        self.kill(ranks)
-        ended = f"{spoken_ranks(ranks)} did not end"
-        wait_until(lambda: not set(ranks) & set(self.living), CALL_TIMEOUT_SECONDS, ended)
-        for rank in ranks:
-            self.restart_alone(rank)
-        self._note(self.client.wait_for(len(ranks), self.raise_if_dead))
-        return self.ensure_group()
+        with noted_interrupts():
+            self.kill(ranks)
+            try:
+                wait_until(
+                    lambda: not set(ranks) & set(self.living), CALL_TIMEOUT_SECONDS, "not ended"
+                )
+            except TimeoutError:
+                slow = say(set(ranks) & set(self.living), "does not end, although ddpnb killed")
+                raise UserError(f"{sentence(slow)} Run %ddp_restart to start new ranks.") from None
+            for rank in ranks:
+                self.restart_alone(rank)
+            return self.ensure_group()
 
     def restart_alone(self, rank: int) -> None:
         """Restart a dead rank without a process group, and return at once.
 
-        Once ``has_restarted`` returns True, ``ensure_group`` can form a new group.
+        Once the rank is no longer ``starting``, ``ensure_group`` can form a new group.
         """
         self._is_aborted = True
         self._aborts.pop(rank, None)
         self.start_rank(rank, generation=None)
 
-    def has_restarted(self, rank: int) -> bool:
-        """Return True if a rank that ``restart_alone`` has restarted is ready for calls."""
-        if not (new := self.client.new_engines):
-            return False
-        try:
-            self._note(self.client.identify(new, lambda: self.require([rank])))
-        except (RuntimeError, UserError):  # dead again; its exit is in `exits`
-            return False
-        return True
+    @property
+    def starting(self) -> set[int]:
+        """The living ranks that have been started and are not ready for calls yet."""
+        with self._lock:
+            for engine, state in self.client.new_states().items() if self._starting else ():
+                started = self._starting.get(state.rank)
+                if started is not None and started.result(CALL_TIMEOUT_SECONDS) == state.pid:
+                    self.client.assign(state.rank, engine)
+                    self._states[state.rank] = state
+                    del self._starting[state.rank]
+            return {rank for rank in self._starting if rank not in self.exits}
 
-    def _note(self, new: Sequence[RankState]) -> None:
-        states = {state.rank: state for state in new}
-        self.states = tuple(states.get(state.rank, state) for state in self.states)
+    def _wait_until_ready(self, ranks: Collection[int]) -> None:
+        """Wait until none of the ranks is ``starting``.  Raise UserError if one of them dies."""
+
+        def is_ready() -> bool:
+            self.require(ranks)
+            return not self.starting & set(ranks)
+
+        if self._starting:
+            try:
+                self.client.wait_for(len(self._starting), is_ready)
+            except TimeoutError as error:
+                raise UserError(f"{error}. Run %ddp_restart to start new ranks.") from None
 
     # -- starting and ending ---------------------------------------------------------
 
@@ -293,7 +333,7 @@ class Cluster:
         try:
             self.processes.stop()
         finally:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove_folder(self.folder)
 
     @property
     def client(self) -> "EngineClient":
@@ -307,29 +347,31 @@ class Cluster:
         ``generation`` is the number of the process group to join, or None to join no group.
         """
         self.processes.prepare(rank)  # if this fails, the rank stays dead
-        self.exits.pop(rank, None)
         settings = rank_settings(self.placement, rank, home=self.home, generation=generation)
-        self.processes.link_of(rank).start_rank(rank, settings)
+        with self._lock:
+            self.exits.pop(rank, None)
+            self._starting[rank] = self.processes.link_of(rank).start_rank(rank, settings)
 
     def note_exit(self, exit_: Exit) -> None:
         """Record that a process has ended.  The link's reading thread calls this method."""
-        self.exits[exit_.member] = exit_
+        self.exits.setdefault(exit_.member, exit_)
         if (client := self._client) is None:
             return
         lost = [exit_.member] if isinstance(exit_.member, int) else list(self.ranks)
         for rank in lost:
             client.lose(rank, str(exit_))
 
-    def raise_if_dead(self) -> None:
-        """Raise RuntimeError with the end of a process's log if this process exited at startup."""
+    def _require_started(self) -> None:
+        """Raise UserError if a process of a new cluster has ended, with the reason."""
         prepared = self.processes.prepared
-        if prepared.done() and (cause := prepared.exception()):
+        if prepared.done() and (cause := prepared.exception()) and not self.exits:
             is_users = isinstance(cause, UserError)
-            raise cause if is_users else RuntimeError(f"The ranks could not be prepared: {cause}")
+            raise cause if is_users else UserError(f"The ranks could not be prepared: {cause}")
         if exits := list(self.exits.values()):
             first, member = exits[0], exits[0].member
             name = f"Rank {member}" if isinstance(member, int) else f"The {member}"
-            raise RuntimeError(f"{name} {first} while starting.\n{first.last_words}")
+            advice = "Run %ddp_start to try again."
+            raise UserError(f"{name} {first} while starting. {advice}\n{first.last_words}".strip())
 
     def _start_ranks(self, progress: Callable[[str], None]) -> None:
         from ddpnb.cluster.client import EngineClient  # noqa: PLC0415  takes 0.3 s
@@ -338,10 +380,14 @@ class Cluster:
         num_ranks = self.placement.num_ranks
         for rank in range(num_ranks):
             self.start_rank(rank, generation=self.generation)
-        self._client = client = EngineClient(self.profile, self.raise_if_dead)
-        self.processes.prepared.result(START_TIMEOUT_SECONDS)
+        self._client = client = EngineClient(self.profile, self._require_started)
+
+        def is_ready() -> bool:
+            self._require_started()
+            return self.processes.prepared.done() and not self.starting
+
         progress(f"{num_ranks} ranks are forming a process group")
-        self.states = tuple(client.wait_for(num_ranks, self.raise_if_dead))
+        client.wait_for(num_ranks, is_ready)
 
     def _begin_generation(self) -> None:
         """Choose the number of a new process group.  The group is unusable until all ranks join.

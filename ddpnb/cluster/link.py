@@ -112,8 +112,11 @@ class ForkServerLink:
                 pass  # the fork server has ended; the thread will read that
         return answer
 
-    def start_rank(self, rank: int, settings: object) -> None:
-        """Start a rank.  If the system cannot start the process, call ``on_exit``."""
+    def start_rank(self, rank: int, settings: object) -> "Future[Any]":
+        """Start a rank, and return a future with its process id.
+
+        If the system cannot start the process, call ``on_exit``.
+        """
 
         def note(answer: "Future[Any]") -> None:
             if error := answer.exception():
@@ -121,6 +124,7 @@ class ForkServerLink:
 
         started = self.request(KernelRequest.START_RANK, rank=rank, settings=settings)
         started.add_done_callback(note)
+        return started
 
     def begin_stop(self) -> None:
         """Ask the fork server to end its processes and itself.  ``is_over`` is set at the end."""

@@ -18,6 +18,8 @@ class Outcome:
     returned: dict[int, Any] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
     """Maps each dead rank that the other ranks need to the cause of its death."""
+    survived: dict[int, str] = field(default_factory=dict)
+    """Maps each other dead rank to the cause of its death."""
     killed: set[int] = field(default_factory=set)
     """The ranks that ddpnb killed because they waited without end."""
     hang: Hang | None = None
@@ -32,7 +34,8 @@ class Outcome:
         if isinstance(event, Returned):
             self.returned[event.rank] = event.value
         elif isinstance(event, Lost):
-            self.lost |= {} if self.survives(event.rank) else {event.rank: event.cause}
+            deaths = self.survived if self.survives(event.rank) else self.lost
+            deaths[event.rank] = event.cause
         else:
             return
         self.last_end_at = now

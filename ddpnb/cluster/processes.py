@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpnb.cluster.call import START_TIMEOUT_SECONDS
+from ddpnb.cluster.interrupts import raise_if_interrupted
 from ddpnb.cluster.link import Exit, ForkServerLink, Service
 from ddpnb.cluster.placement import (
     ClusterSpec,
@@ -28,7 +29,14 @@ from ddpnb.cluster.placement import (
 )
 from ddpnb.protocol.cores import num_cores
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.processes import KernelRequest, RankCommand, may_have_gpus, own_package
+from ddpnb.protocol.processes import (
+    MARK,
+    KernelRequest,
+    RankCommand,
+    kill_programs,
+    may_have_gpus,
+    own_package,
+)
 
 STOP_TIMEOUT_SECONDS = 8.0
 RECORDED_CALLS = 64
@@ -70,10 +78,12 @@ class ForkServer:
         arguments = controller_arguments(folder / "profile", address, ports)
         words = [str(theirs.fileno()), str(folder), *arguments]
         self._on_exit = on_exit
+        self._folder = folder
         self._server = subprocess.Popen(
             [sys.executable, "-m", "ddpnb.launcher.forkserver", *words],
             pass_fds=[theirs.fileno()],
-            env={**os.environ, **environment},
+            # IPython warns if the home is read-only.  This also marks the programs of cells.
+            env={**os.environ, **environment, MARK: str(folder)},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -99,6 +109,7 @@ class ForkServer:
         """Kill the fork server and its children.  The pid stays valid until ``wait`` is called."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
+        kill_programs(self._folder)
 
 
 class Processes(abc.ABC):
@@ -178,7 +189,9 @@ class LocalProcesses(Processes):
     def place(self, progress: Callable[[str], None]) -> Placement:
         """Choose each rank's device.  If ranks may use GPUs, first wait for the number of GPUs."""
         progress("importing torch")
-        self.placement = self._planned or self._place(self.prepared.result(START_TIMEOUT_SECONDS))
+        self.placement = self._planned or self._place(
+            result_of(self.prepared, START_TIMEOUT_SECONDS)
+        )
         return self.placement
 
     def _place(self, num_gpus: int) -> Placement:
@@ -189,9 +202,16 @@ def wait_until(is_so: Callable[[], bool], seconds: float, what: str) -> None:
     """Wait until ``is_so()`` is true; raise TimeoutError with ``what`` after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not is_so():
+        raise_if_interrupted()
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what} within {seconds:.0f} s")
         time.sleep(0.003)
+
+
+def result_of(answer: "Future[Any]", seconds: float) -> Any:
+    """Wait for an answer; raise TimeoutError after ``seconds``, or the answer's own error."""
+    wait_until(answer.done, seconds, "no answer")
+    return answer.result()
 
 
 def wait_for_file(path: Path, while_waiting: Callable[[], None]) -> None:

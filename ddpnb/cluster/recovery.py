@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from ddpnb.cluster.call import Call, CallEvent, Lost, Returned
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.processes import wait_until
 from ddpnb.history.rows import rows_of
 from ddpnb.protocol.calls import calls
 from ddpnb.protocol.cell_messages import Failure
@@ -25,6 +26,8 @@ MAX_STARTS = 3
 """Maximum number of restarts of one rank during one run."""
 TIMEOUT_SECONDS = 60.0
 """Maximum time to wait for restarted ranks after all other ranks have finished the run."""
+STOP_SECONDS = 3.0
+"""Maximum time to wait for restarted ranks that have been interrupted."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,12 +70,11 @@ class RankRecovery:
             if rank in self.cluster.exits:  # the call may be lost before the exit is reported
                 self._dead.discard(rank)
                 self._start(rank)
-        for rank in sorted(self._starting):
+        for rank in sorted(self._starting - self.cluster.starting):
+            self._starting.discard(rank)
             if rank in self.cluster.exits:
-                self._starting.discard(rank)
                 self._dead.add(rank)
-            elif self.cluster.has_restarted(rank):
-                self._starting.discard(rank)
+            else:
                 self._join(rank)
         for rank, call in list(self._calls.items()):
             for event in call.events(0.0):
@@ -80,13 +82,26 @@ class RankRecovery:
 
     def end(self) -> None:
         """Wait until restarted ranks have finished the run; kill ranks that take too long."""
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        while self._starting or any(not call.done for call in self._calls.values()):
-            self.attend()
-            time.sleep(0.005)
-            if time.monotonic() > deadline:
-                self.cluster.kill([*self._starting, *self._calls])
-                return
+        self._wait(TIMEOUT_SECONDS)
+
+    def stop(self) -> None:
+        """Interrupt restarted ranks that train; kill ranks that do not stop."""
+        self._dead.clear()
+        self._starting.clear()  # a rank that starts does not disturb the next call
+        self.cluster.interrupt([rank for rank, call in self._calls.items() if not call.done])
+        self._wait(STOP_SECONDS)
+
+    def _wait(self, seconds: float) -> None:
+        try:
+            wait_until(self._is_over, seconds, "not ended")
+        except TimeoutError:
+            late = [rank for rank, call in self._calls.items() if not call.done]
+            self.cluster.kill([*self._starting, *late])
+
+    def _is_over(self) -> bool:
+        self.attend()
+        is_done = not self._starting and all(call.done for call in self._calls.values())
+        return is_done or self.cluster.lost is not None
 
     def _note(self, event: CallEvent) -> None:
         if not isinstance(event, EventBatch):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ddpnb.cluster.call import OUTPUT_TIMEOUT_SECONDS, Call, CallEvent
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.interrupts import noted_interrupts
+from ddpnb.cluster.interrupts import noted_interrupts, raise_if_interrupted
 from ddpnb.cluster.monitor import Monitor
 from ddpnb.cluster.outcome import Outcome
 from ddpnb.cluster.wording import say, sentence, them
@@ -65,11 +65,11 @@ class Watch:
             KeyboardInterrupt: the kernel was interrupted, and the ranks have stopped.
             Exception: ``handle``, ``tick`` or ``notify`` failed, and the ranks have stopped.
         """
-        with noted_interrupts() as is_interrupted:
+        with noted_interrupts():
             self.cluster.supervised.append(self.call)
             try:
                 try:
-                    self._supervise(is_interrupted)
+                    self._supervise()
                 except KeyboardInterrupt:
                     self._stop_ranks()
                     raise
@@ -81,12 +81,11 @@ class Watch:
                 self.cluster.supervised.remove(self.call)
         return self.outcome
 
-    def _supervise(self, is_interrupted: Callable[[], bool]) -> None:
+    def _supervise(self) -> None:
         deadline = time.monotonic() + (self.timeout or float("inf"))
         while not self.call.done:
             self._attend()
-            if is_interrupted():
-                raise KeyboardInterrupt
+            raise_if_interrupted()
             if (now := time.monotonic()) > deadline or self.stop_requested:
                 self.outcome.timed_out = not self.stop_requested
                 return self._stop_ranks()

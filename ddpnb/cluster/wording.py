@@ -32,8 +32,3 @@ def sentence(text: str) -> str:
 def restart(ranks: Collection[int]) -> str:
     """Return the ``%ddp_restart`` command that restarts these ranks."""
     return f"%ddp_restart --ranks {format_ranks(ranks)}"
-
-
-def remedy(dead: Collection[int]) -> str:
-    """Return the sentences that say how to restart dead ranks."""
-    return f"Run {restart(dead)} to restart {them(dead)}. The other ranks keep their variables."

@@ -23,6 +23,7 @@ from ddpnb.cluster.processes import (
     OnExit,
     Processes,
     StartProcesses,
+    result_of,
     torch_environment,
     wait_for_file,
 )
@@ -159,7 +160,7 @@ class HostProcesses(Processes):
     def _result(self, host: RemoteHost, answer: "Future[Any]", seconds: float) -> Any:
         """Wait for an agent's answer; raise UserError if the agent does not answer."""
         try:
-            return answer.result(seconds)
+            return result_of(answer, seconds)
         except TimeoutError:
             raise UserError(silent(host.name, seconds)) from None
         except RuntimeError as error:

@@ -28,8 +28,9 @@ def run_child(main: Callable[[], None]) -> NoReturn:
     code = 1
     try:
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         main()
         code = 0
     except SystemExit as exit_request:

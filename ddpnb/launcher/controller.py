@@ -13,7 +13,7 @@ from ipyparallel.controller.app import IPController
 
 from ddpnb.compat.ipyparallel_internals import beat_quickly_at_first
 from ddpnb.launcher.child import Frame, redirect_output, run_started
-from ddpnb.protocol.processes import die_with_parent, process_log
+from ddpnb.protocol.processes import die_with_parent, kill_programs, process_log
 
 QUICK_MILLISECONDS = 25
 """Milliseconds between heartbeats while ranks start.  Engines can register only on a heartbeat."""
@@ -53,7 +53,7 @@ def run(settings: Frame, sentinel: Connection, folder: Path) -> None:
     The working directory is the run folder, so ipyparallel cannot find the user's configuration.
     """
     redirect_output(process_log(folder, "controller"))
-    threading.Thread(target=end_all_after, args=(sentinel,), daemon=True).start()
+    threading.Thread(target=end_all_after, args=(sentinel, folder), daemon=True).start()
     os.chdir(folder)
     os.register_at_fork(after_in_child=die_with_parent)  # for the heart monitor's process
     beat_quickly_at_first(QUICK_MILLISECONDS, QUICK_SECONDS)
@@ -62,10 +62,11 @@ def run(settings: Frame, sentinel: Connection, folder: Path) -> None:
     LocalController.launch_instance([*settings["arguments"], key])
 
 
-def end_all_after(sentinel: Connection) -> None:
-    """Wait until the fork server ends, then kill its process group, including cells' processes."""
+def end_all_after(sentinel: Connection, folder: Path) -> None:
+    """Wait until the fork server ends, then kill all processes that it or a cell has started."""
     with contextlib.suppress(EOFError, OSError):
         sentinel.recv_bytes()
+    kill_programs(folder)
     os.killpg(0, signal.SIGKILL)
 
 

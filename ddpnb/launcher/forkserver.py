@@ -21,7 +21,6 @@ import importlib
 import json
 import os
 import selectors
-import shutil
 import signal
 import socket
 import sys
@@ -29,32 +28,41 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TextIO
+
+import psutil
 
 gc.disable()  # imports create little garbage; ``preload`` freezes the objects before forks
 
 from ddpnb.launcher.child import Frame, leave_debugger_out, run_child  # noqa: E402
 from ddpnb.protocol.errors import UserError  # noqa: E402
 from ddpnb.protocol.processes import (  # noqa: E402
+    MARK,
     ForkServerEvent,
     KernelRequest,
+    adopt_orphans,
     hold,
+    kill_programs,
     limit_waits,
     may_have_gpus,
     own_package,
     portable,
     process_log,
+    remove_folder,
 )
 
 STOP_TIMEOUT_SECONDS = 3.0
-"""Seconds after SIGTERM until the fork server sends SIGKILL to children that still run."""
+"""Seconds after SIGHUP until the fork server sends SIGKILL to children that still run."""
 WRITE_SECONDS = 0.1
 """Maximum seconds to send a message, so that a suspended rank cannot block the fork server."""
-READ_SECONDS = 5.0
-"""Maximum seconds to receive a rank's answer after the first bytes of the answer have arrived."""
+READ_BYTES = 65_536
+"""Maximum number of bytes to read from a rank's pipe at once."""
+ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+"""Signals that a new child must not receive before it has its own handlers."""
 COUNT_SECONDS = 30.0
 """Maximum seconds to wait until the GPU driver has reported the number of GPUs."""
 LOG_BYTES = 16_384
@@ -71,6 +79,8 @@ class Forkserver:
     """Maps the process id of each child to its rank, or to ``"controller"``."""
     pipes: dict[int | str, Connection] = field(default_factory=dict)
     """Maps each rank to the pipe to its control thread."""
+    unread: dict[int, bytes] = field(default_factory=dict)
+    """Maps each rank to the beginning of an answer whose end has not arrived."""
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     is_stopped: bool = False
     handlers: dict[KernelRequest, Callable[..., object]] = field(init=False)
@@ -88,8 +98,9 @@ class Forkserver:
     def run(self, controller_arguments: list[str]) -> None:
         """Serve the kernel until it ends.  Without ``controller_arguments``, run no controller."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        os.environ["IPYTHONDIR"] = str(self.folder)  # IPython warns if the home is read-only
+        signal.signal(signal.SIGTERM, self.on_sigterm)
+        os.environ[MARK] = str(self.folder)  # the fork server of another host has no mark yet
+        adopt_orphans()
         try:
             self.more_ends.append(hold(self.folder))
             if controller_arguments:
@@ -127,13 +138,21 @@ class Forkserver:
             answer = {"failure": "".join(traceback.format_exception_only(error)).strip()}
         self.report(event=ForkServerEvent.ANSWER, id=request_id, **answer)
 
-    def start_rank(self, *, rank: int, settings: Frame) -> None:
-        """Start a rank.  Raise OSError if the system cannot create another process."""
+    def on_sigterm(self, number: int, _: object) -> None:
+        """End this process, and tell the kernel why."""
+        self.report(event=ForkServerEvent.EXITED, member="fork server", code=-number)
+        sys.exit(0)
+
+    def start_rank(self, *, rank: int, settings: Frame) -> int:
+        """Start a rank and return its process id; raise OSError if the system cannot start it."""
         ours, theirs = Pipe()
-        limit_waits(ours, write_seconds=WRITE_SECONDS, read_seconds=READ_SECONDS).close()
-        self.children[self.start("ddpnb.launcher.child", settings, ours, theirs)] = rank
+        limit_waits(ours, write_seconds=WRITE_SECONDS).close()
+        pid = self.start("ddpnb.launcher.child", settings, ours, theirs)
+        self.children[pid] = rank
         self.pipes[rank] = ours
-        self.selector.register(ours, selectors.EVENT_READ, self.on_rank)
+        self.unread[rank] = b""
+        self.selector.register(ours, selectors.EVENT_READ, partial(self.on_rank, rank))
+        return pid
 
     def start_controller(self, arguments: list[str]) -> None:
         """Start ipyparallel's controller."""
@@ -153,15 +172,18 @@ class Forkserver:
                 os.set_inheritable(theirs.fileno(), True)
                 words = ["-m", module, str(theirs.fileno()), str(self.folder)]
                 pid = os.posix_spawn(
-                    sys.executable, [sys.executable, *words], os.environ, setsigdef=[signal.SIGINT]
+                    sys.executable, [sys.executable, *words], os.environ, setsigdef=ENDING
                 )
                 ours.send_bytes(json.dumps(settings).encode())
                 return pid
             run = importlib.import_module(module).run
+            # Until the child has its own handlers, signals must wait.
+            signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
             if (pid := os.fork()) == 0:
                 for end in (self.kernel, ours, *self.more_ends, *self.pipes.values()):
                     end.close()
                 run_child(lambda: run(settings, theirs, self.folder))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
             return pid
 
     def forward(self, request_id: int, *, rank: int, command: str, arguments: list[object]) -> None:
@@ -179,16 +201,24 @@ class Forkserver:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
 
-    def on_rank(self, pipe: Connection) -> None:
-        """Forward a rank's answer to the kernel."""
+    def on_rank(self, rank: int, pipe: Connection) -> None:
+        """Forward a rank's answers to the kernel.  A suspended rank may send a part of an answer.
+
+        Each answer begins with its length in four bytes, as ``Connection`` sends it.
+        """
         if pipe.closed:  # on_sigchld has just reported the rank's exit
             return
-        try:
-            answer: Frame = json.loads(pipe.recv_bytes())
-        except (EOFError, OSError, ValueError):  # the rank has ended, or a cell broke its json
+        received = b""
+        with contextlib.suppress(OSError):
+            received = os.read(pipe.fileno(), READ_BYTES)
+        if not received:  # the rank has ended
             self.selector.unregister(pipe)
-            return
-        self.report(**answer)
+        unread = self.unread[rank] + received
+        while len(unread) >= (end := 4 + int.from_bytes(unread[:4])) > 4:
+            answer, unread = unread[4:end], unread[end:]
+            with contextlib.suppress(ValueError):  # a cell broke the rank's json
+                self.report(**json.loads(answer))
+        self.unread[rank] = unread
 
     def on_sigchld(self, wakeup: int) -> None:
         """Reap children, and report each child's exit code and log."""
@@ -203,7 +233,7 @@ class Forkserver:
 
     def reaped(self) -> Iterator[tuple[int | str, int]]:
         """Yield the rank (or ``"controller"``) and the exit code of each child that has ended."""
-        while self.children:
+        while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
@@ -219,14 +249,22 @@ class Forkserver:
             self.kernel.send_bytes(json.dumps(event).encode())
 
     def stop(self) -> None:
-        """End all children, all processes that they started, and this process."""
+        """End all children, all processes that they started, and this process.
+
+        SIGHUP asks a rank to end.  SIGTERM kills a rank, unless a cell has set a handler.
+        """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another SIGTERM must not interrupt this
-        for number, timeout in ((signal.SIGTERM, STOP_TIMEOUT_SECONDS), (signal.SIGKILL, 1.0)):
+        for number, timeout in ((signal.SIGHUP, STOP_TIMEOUT_SECONDS), (signal.SIGKILL, 1.0)):
             for pid in self.children:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
             self.wait_for_children(timeout)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
+        while kill_programs(self.folder, psutil.Process().children(recursive=True)):
+            list(self.reaped())
+            if time.monotonic() > deadline:
+                break
+        remove_folder(self.folder)
         self.kernel.close()
         os.killpg(0, signal.SIGKILL)
 

@@ -14,11 +14,14 @@ import socket
 import struct
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TextIO
+
+import psutil
 
 from ddpnb.protocol.errors import UserError
 
@@ -185,6 +188,15 @@ def die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
 
 
+def adopt_orphans() -> None:
+    """Ask Linux to make this process the parent of its descendants' orphans.
+
+    See prctl(2), PR_SET_CHILD_SUBREAPER.
+    """
+    if not portable():
+        ctypes.CDLL(None, use_errno=True).prctl(36, 1)
+
+
 RUN_FOLDER = "ddpnb-"
 """The prefix of the names of run folders."""
 
@@ -222,6 +234,39 @@ def parent_folder() -> Path:
 def private_folder() -> Path:
     """Create a cluster's run folder, which other users cannot open (mode 0700)."""
     return Path(tempfile.mkdtemp(prefix=RUN_FOLDER, dir=parent_folder()))
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a run folder.  If this process has no free descriptor, only remove an empty folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+MARK = "IPYTHONDIR"
+"""The environment variable that has the run folder in each process of a cluster."""
+KEEP = "DDPNB_KEEP"
+"""ddpnb does not kill a program if this environment variable is set when the program starts."""
+
+
+def kill_programs(folder: Path, descendants: Iterable[psutil.Process] = ()) -> bool:
+    """Kill all programs that a cluster has started, also in other sessions, except this process.
+
+    ``descendants`` are further processes to kill.  Return True if a process was killed.
+    """
+    found = {each.pid: each for each in descendants}
+    for each in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it has ended, or it belongs to another user
+            environment = each.environ()
+            if KEEP in environment:
+                found.pop(each.pid, None)
+            elif environment.get(MARK) == str(folder):
+                found[each.pid] = each
+    found.pop(os.getpid(), None)
+    for process in found.values():
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    return bool(found)
 
 
 def process_log(folder: Path, member: int | str) -> Path:

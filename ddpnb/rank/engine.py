@@ -96,6 +96,18 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
         note_start()
         self.began = process_end.start()
 
+    def init_signal(self) -> None:
+        """Let SIGTERM kill the rank, unless a cell sets a handler.  SIGHUP ends the rank."""
+        super().init_signal()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, self._end)
+
+    def _end(self, number: int, frame: Any) -> None:
+        """End the engine's loop, then call the cell's handler of SIGTERM, if there is one."""
+        self._signal_stop(number, frame)
+        if callable(handler := signal.getsignal(signal.SIGTERM)):
+            handler(signal.SIGTERM, frame)
+
     @property
     def shell(self) -> Any:
         """This rank's IPython shell; None while the engine starts."""

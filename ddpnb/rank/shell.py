@@ -9,10 +9,8 @@ import builtins
 import contextlib
 import importlib
 import os
-import signal
 import sys
 from collections.abc import Iterator
-from functools import partial
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
@@ -52,7 +50,7 @@ def prepare(shell: Any) -> None:
     shell.compile.get_code_name = common_name
     name_cells(shell, CELLS)
     shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)
-    os.register_at_fork(after_in_child=partial(adapt_child, signal.getsignal(signal.SIGTERM)))
+    os.register_at_fork(after_in_child=adapt_child)
     shell.loop_runner, shell.autoawait = run_in_cell, finds_running_loops.works
     shell.Completer.use_jedi = False  # Jedi's first answer takes a second
     shell.Completer.backslash_combining_completions = False  # IPython 7 first lists all characters
@@ -147,14 +145,12 @@ def ask(prompt: Prompt, answers: "SimpleQueue[str | None]") -> str:
     return answer
 
 
-def adapt_child(handler: Any) -> None:
-    """Let SIGTERM end a forked process, and let the process print to its file descriptors.
+def adapt_child() -> None:
+    """Let a forked process print to its file descriptors.
 
-    The process inherits the engine's ``handler`` of SIGTERM, but not the thread in which IPython's
-    streams print.  The rank reads the output from the descriptors.
+    The process does not inherit the thread in which IPython's streams print.  The rank reads the
+    output from the descriptors.
     """
-    if signal.getsignal(signal.SIGTERM) == handler:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for number, name in ((1, "stdout"), (2, "stderr")):
         if isinstance(getattr(sys, name), OutStream):  # else the user replaced it
             stream = os.fdopen(number, "w", buffering=1, errors="backslashreplace", closefd=False)

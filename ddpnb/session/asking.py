@@ -4,14 +4,16 @@ from collections.abc import Sequence
 
 from ddpnb.cluster.call import CallEvent, Output
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.interrupts import noted_interrupts
 from ddpnb.cluster.supervision import Watch
 from ddpnb.protocol.calls import Result
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.reports.cell_output import PrintedLines
-from ddpnb.session.errors import CellInterrupt, HangError, RankError, error_of, failures_of
+from ddpnb.session.errors import CellInterrupt, HangError, RankError, error_of, failures_of, kept
 
 
+@noted_interrupts()
 def ask(
     cluster: Cluster,
     request: Result,
@@ -48,7 +50,7 @@ def ask(
     try:
         outcome = watch.run()
     except KeyboardInterrupt:
-        raise CellInterrupt(lost=watch.outcome.lost) from None
+        raise CellInterrupt(kept(cluster, watch.outcome)) from None
     finally:
         if printed is None:
             lines.show()
@@ -64,5 +66,5 @@ def ask(
         return outcome.returned
     own = [each for each in failures if not (each.is_consequence or each.is_death)]
     if isinstance(error, HangError) and own:
-        raise RankError(failures)  # the other ranks waited for the rank that failed
+        raise RankError(failures, cluster)  # the other ranks waited for the rank that failed
     raise error

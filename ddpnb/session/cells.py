@@ -2,7 +2,6 @@
 
 import signal
 import sys
-from collections.abc import Collection
 from dataclasses import dataclass
 from importlib.util import decode_source
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 from ddpnb.cluster.call import CallEvent, Lost, Output, OutputEnded
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch
-from ddpnb.cluster.wording import remedy, say
+from ddpnb.cluster.wording import say
 from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder
 from ddpnb.protocol.calls import calls
@@ -32,6 +31,7 @@ from ddpnb.session.errors import (
     CellTimeoutError,
     RankError,
     error_of,
+    kept,
     warn_stale,
     where_stopped,
 )
@@ -111,7 +111,8 @@ class RunningCell(Background):
             self._watch.run()
             error = self._ending_error()
         except KeyboardInterrupt:
-            error = CellInterrupt(where_stopped(self._watch.outcome), self._lost)
+            outcome = self._watch.outcome
+            error = CellInterrupt(kept(self._cluster, outcome), where_stopped(outcome))
         finally:
             if self._spec.debug_rank is not None and not self._watch.call.done:
                 self._answer(self._spec.debug_rank, None)  # the rank may wait for an answer
@@ -188,20 +189,16 @@ class RunningCell(Background):
         outcome = self._watch.outcome
         where = where_stopped(outcome)
         if outcome.timed_out:
-            return CellTimeoutError(self._watch.timeout or 0.0, where, self._lost)
+            return CellTimeoutError(self._watch.timeout or 0.0, where, kept(self._cluster, outcome))
         if self._watch.stop_requested:
-            return CellInterrupt(where, self._lost)
+            return CellInterrupt(kept(self._cluster, outcome), where)
         error = error_of(self._cluster, outcome)
         failures = error.failures if isinstance(error, RankError) else ()
         if self._dead and failures and all(each.is_consequence for each in failures):
             ended = f"{say(self._dead, 'has')} ended{where}"
-            return UserError(f"Collectives need all ranks, but {ended}. {remedy(self._dead)}")
+            remedy = self._cluster.remedy(self._dead)
+            return UserError(f"Collectives need all ranks, but {ended}. {remedy}")
         return error
-
-    @property
-    def _lost(self) -> Collection[int]:
-        """The ranks that died during the cell and can be restarted."""
-        return () if self._cluster.is_over else self._watch.outcome.lost
 
 
 def read_script(path: str) -> tuple[str, str]:

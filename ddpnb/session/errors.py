@@ -1,19 +1,22 @@
 """Shows failures of ranks: root cause first, equal failures once.  Runs in the kernel."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from IPython.core.getipython import get_ipython
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.hangs import Hang
+from ddpnb.cluster.interrupts import Interrupted
 from ddpnb.cluster.outcome import Outcome
-from ddpnb.cluster.wording import remedy, say
+from ddpnb.cluster.wording import say
 from ddpnb.protocol.cell_messages import CellReport, Failure, StaleVariable
 from ddpnb.protocol.errors import OneLine, UserError
 from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.reports.notebook import warn
 
+Remedy = Callable[[Collection[int]], str]
+"""Function that says how to continue now, after the given ranks have died."""
 MISSING = re.compile(r"name '(\w+)' is not defined")
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -22,11 +25,17 @@ class RankError(Exception):
     """A cell or run failed on some ranks.
 
     ``failures`` lists the root causes first and then the consequences, both in order of time.
+    ``cluster`` gives the advice on dead ranks, when the error is shown.
     """
 
-    def __init__(self, failures: Sequence[Failure]) -> None:
+    def __init__(self, failures: Sequence[Failure], cluster: Cluster) -> None:
         self.failures = tuple(sorted(failures, key=lambda f: (f.is_consequence, f.failed_at)))
-        super().__init__(summarize(self.failures))
+        self._remedy = cluster.remedy
+        super().__init__(self.failures)
+
+    def __str__(self) -> str:
+        """Return what failed first, and how to continue now."""
+        return summarize(self.failures, self._remedy)
 
     @property
     def cause(self) -> str:
@@ -40,49 +49,52 @@ class RankError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows (its protocol for custom tracebacks)."""
-        return render_failures(self.failures)
+        return render_failures(self.failures, self._remedy)
 
 
 class CellTimeoutError(OneLine, TimeoutError):
     """A cell took longer than its ``--timeout`` and was stopped."""
 
-    def __init__(self, seconds: float, where: str = "", lost: Collection[int] = ()) -> None:
+    def __init__(self, seconds: float, where: str, kept: str) -> None:
         super().__init__(
-            f"The cell took longer than {seconds:g} s and was stopped on all ranks{where}. "
-            f"{_kept_but(lost)}"
+            f"The cell took longer than {seconds:g} s and was stopped on all ranks{where}. {kept}"
         )
 
 
-class CellInterrupt(OneLine, KeyboardInterrupt):
+class CellInterrupt(Interrupted):
     """A cell or run was interrupted, and its ranks have stopped."""
 
-    def __init__(self, where: str = "", lost: Collection[int] = ()) -> None:
-        super().__init__(f"The ranks have stopped{where}. {_kept_but(lost)}")
+    def __init__(self, kept: str, where: str = "") -> None:
+        super().__init__(f"The ranks have stopped{where}. {kept}")
 
 
-CellInterrupt.__name__ = "KeyboardInterrupt"  # the name that Jupyter's clients know
+CellInterrupt.__name__ = Interrupted.__name__
 
 
 class HangError(OneLine, Exception):
     """The ranks waited for each other without end, and ddpnb released or killed them."""
 
-    def __init__(self, hang: Hang, lost: Collection[int] = ()) -> None:
+    def __init__(self, hang: Hang, lost: Collection[int], kept: str) -> None:
         how = "killed" if {each.rank for each in hang.waiting} & {*lost} else "released"
-        super().__init__(f"{hang}. ddpnb {how} the waiting ranks. {_kept_but(lost)}")
+        super().__init__(f"{hang}. ddpnb {how} the waiting ranks. {kept}")
 
 
 def error_of(cluster: Cluster, outcome: Outcome) -> HangError | RankError | UserError | None:
     """Return the error of a call that has ended, or None if the call succeeded."""
     if cluster.is_over and outcome.lost:
         return UserError("The cluster was stopped before the ranks had finished.")
+    if cluster.lost is not None and outcome.lost:
+        return UserError(cluster.remedy())
     if outcome.hang:
-        return HangError(outcome.hang, outcome.lost)
+        return HangError(outcome.hang, outcome.lost, kept(cluster, outcome))
     failures = failures_of(cluster, outcome)
-    return RankError(failures) if failures else None
+    return RankError(failures, cluster) if failures else None
 
 
 def failures_of(cluster: Cluster, outcome: Outcome) -> list[Failure]:
     """Return the failures of a call, including the deaths of ranks."""
+    has_broken = any(failure.breaks_group for failure in outcome.failures)
+    died = outcome.lost | (outcome.survived if has_broken else {})
     deaths = [
         Failure(
             rank=rank,
@@ -93,15 +105,16 @@ def failures_of(cluster: Cluster, outcome: Outcome) -> list[Failure]:
             is_consequence=rank in outcome.killed,
             is_death=True,
         )
-        for rank, cause in outcome.lost.items()
+        for rank, cause in died.items()
     ]
     return [*outcome.failures, *deaths]
 
 
-def _kept_but(lost: Collection[int]) -> str:
-    """Return sentences saying that variables are kept, except on the ranks in ``lost``."""
-    if lost:
-        return f"However, {say(lost, 'has')} ended. {remedy(lost)}"
+def kept(cluster: Cluster, outcome: Outcome) -> str:
+    """Return sentences saying that variables are kept, except on ranks that have died."""
+    died = () if cluster.is_over else sorted({**outcome.lost, **outcome.survived})
+    if died:
+        return f"However, {say(died, 'has')} ended. {cluster.remedy(died)}"
     return "All variables are kept."
 
 
@@ -138,18 +151,18 @@ def _missing_here(failure: Failure) -> str:
     return f". Run %ddp_push {missing[1]} to copy {missing[1]} from the notebook to the ranks"
 
 
-def summarize(failures: Sequence[Failure]) -> str:
+def summarize(failures: Sequence[Failure], remedy: Remedy) -> str:
     """Return a sentence that names the rank that failed first, and the error on this rank."""
     first = failures[0]
     same = _identical_to(first, failures)
     if first.is_death:
-        return _deaths(same)
+        return _deaths(same, remedy)
     ranks = spoken_ranks([failure.rank for failure in same])
     others = " first" if len(same) == 1 < len(failures) else ""
     return f"{ranks} failed{others}: {first.name}: {first.text}{_missing_here(first)}"
 
 
-def _deaths(dead: Sequence[Failure]) -> str:
+def _deaths(dead: Sequence[Failure], remedy: Remedy) -> str:
     """Return sentences that say how ranks died, with the command that restarts the ranks."""
     ranks_of: dict[str, list[int]] = {}
     for failure in dead:
@@ -158,7 +171,7 @@ def _deaths(dead: Sequence[Failure]) -> str:
     return f"{'; '.join(said)}. {remedy([failure.rank for failure in dead])}"
 
 
-def render_failures(failures: Sequence[Failure]) -> list[str]:
+def render_failures(failures: Sequence[Failure], remedy: Remedy) -> list[str]:
     """Return the lines that show all failures: identical failures once, consequences last."""
     roots = [failure for failure in failures if not failure.is_consequence] or failures[:1]
     groups: dict[tuple[str, str, str], list[Failure]] = {}
@@ -167,12 +180,12 @@ def render_failures(failures: Sequence[Failure]) -> list[str]:
     lines: list[str] = []
     for same in groups.values():
         lines += [""] if lines else []
-        lines.append(f"RankError: {summarize(same)}")
+        lines.append(f"RankError: {summarize(same, remedy)}")
         by_log = {each.traceback: each for each in same}  # each dead rank has its own log
         for each in by_log.values() if same[0].is_death else same[:1]:
             lines += _traceback_lines(each)
     if consequences := [f for f in failures if f.is_consequence and f not in roots]:
-        lines += ["", *_consequence_lines(consequences)]
+        lines += ["", *_consequence_lines(consequences, remedy)]
     return lines
 
 
@@ -187,7 +200,7 @@ def _traceback_lines(failure: Failure) -> list[str]:
     return lines
 
 
-def _consequence_lines(failures: Sequence[Failure]) -> list[str]:
+def _consequence_lines(failures: Sequence[Failure], remedy: Remedy) -> list[str]:
     """Return the lines about ranks that failed only because another rank had failed."""
     dead = [failure.rank for failure in failures if failure.is_death]
     waited = [f.rank for f in failures if f.was_waiting and not f.is_death]

@@ -11,6 +11,7 @@ from IPython.core.getipython import get_ipython
 
 from ddpnb.cluster.call import Call
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.interrupts import noted_interrupts
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.wording import restart, say
 from ddpnb.history.model import Status
@@ -98,6 +99,7 @@ class Session:
         cluster.require_idle(cluster.ranks)
         return cluster
 
+    @noted_interrupts()
     def start(self, spec: ClusterSpec, *, progress: OnProgress = lambda _: None) -> Table:
         """Start the ranks if no cluster is running; return the table of ranks."""
         cluster = self._cluster
@@ -109,6 +111,7 @@ class Session:
             atexit.register(self.stop)
         return with_notes(ranks_table(cluster.states), cluster)
 
+    @noted_interrupts()
     def stop(self) -> bool:
         """End every process of the cluster; return True if a cluster was running."""
         if os.getpid() != self.pid:  # a forked process ends
@@ -123,6 +126,7 @@ class Session:
             cluster.stop()
         return cluster is not None
 
+    @noted_interrupts()
     def restart(
         self,
         num_ranks: int | None = None,
@@ -153,6 +157,7 @@ class Session:
 
     # -- cells -----------------------------------------------------------------------
 
+    @noted_interrupts()
     def run_cell(
         self, source: str, options: CellOptions, script: Script | None = None
     ) -> RunningCell | TraceResult | None:
@@ -214,6 +219,7 @@ class Session:
         """The comparison that is training in the background, or None."""
         return next((each for each in self._running if isinstance(each, RunningComparison)), None)
 
+    @noted_interrupts()
     def compare(
         self,
         spec: ComparisonSpec,

@@ -9,7 +9,7 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.hangs import describe
 from ddpnb.cluster.monitor import describe_silent
 from ddpnb.cluster.placement import MAX_RANKS_PER_CORE, ClusterSpec
-from ddpnb.cluster.wording import remedy, say
+from ddpnb.cluster.wording import say
 from ddpnb.protocol.cores import num_cores
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import RankCommand, RankStatus
@@ -72,7 +72,7 @@ def describe_running(cluster: Cluster, asked: ClusterSpec) -> str:
             option = f"--{name} {wanted}"
             raise UserError(f"{running}. Run %ddp_stop, then repeat %ddp_start with {option}.")
     if cluster.dead:
-        return f"{running}, but {say(cluster.dead, 'is dead')}. {remedy(cluster.dead)}"
+        return f"{running}, but {say(cluster.dead, 'is dead')}. {cluster.remedy()}"
     return (
         f"{running} and stays unchanged. Run %ddp_restart -n {asked.num_ranks or 2} to change "
         "the number of ranks. For other changes, run %ddp_stop first."

@@ -26,7 +26,7 @@ from ddpnb.reports.notebook import warn
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.session.background import Background
 from ddpnb.session.comparison_spec import ComparisonSpec
-from ddpnb.session.errors import CellInterrupt, HangError, RankError, error_of, warn_stale
+from ddpnb.session.errors import CellInterrupt, HangError, RankError, error_of, kept, warn_stale
 from ddpnb.session.machine import OtherPrograms, disturbance
 from ddpnb.session.variables import pull
 
@@ -159,15 +159,17 @@ class RunningComparison(Background):
         try:
             outcome = watch.run()
             if watch.stop_requested:
-                raise CellInterrupt
+                raise KeyboardInterrupt
+            recovery.end()
         except KeyboardInterrupt:
+            recovery.stop()
             self.recorder.end(spec.run_id, *self._interrupted(watch.outcome))
-            raise CellInterrupt from None
+            _print_replaced(spec.strategy, recovery.restarted)
+            raise CellInterrupt(kept(self.cluster, watch.outcome)) from None
         except Exception as failure:
+            recovery.stop()
             self.recorder.end(spec.run_id, Status.FAILED, summary_of(failure))
             raise
-        finally:
-            recovery.end()
         if (error := error_of(self.cluster, outcome)) is not None:
             cause = str(outcome.hang) if outcome.hang else _cause_of(error)
             self.recorder.end(spec.run_id, Status.FAILED, cause)
