@@ -32,7 +32,7 @@ MESSAGES = {
     ),
     "What happened to the ranks?": (
         "session/errors.py: CellTimeoutError CellInterrupt HangError",
-        "cluster/wording.py: remedy",
+        "cluster/cluster.py: remedy",
         "cluster/monitor.py: notice",
         "rank/collectives/mismatch.py: _settle begin",
     ),

@@ -66,5 +66,5 @@ def ask(
         return outcome.returned
     own = [each for each in failures if not (each.is_consequence or each.is_death)]
     if isinstance(error, HangError) and own:
-        raise RankError(failures, cluster)  # the other ranks waited for the rank that failed
+        raise RankError(failures, cluster.remedy)  # the other ranks waited for the rank that failed
     raise error

@@ -25,12 +25,12 @@ class RankError(Exception):
     """A cell or run failed on some ranks.
 
     ``failures`` lists the root causes first and then the consequences, both in order of time.
-    ``cluster`` gives the advice on dead ranks, when the error is shown.
+    ``remedy`` is called when the error is shown, because dead ranks may be restarted until then.
     """
 
-    def __init__(self, failures: Sequence[Failure], cluster: Cluster) -> None:
+    def __init__(self, failures: Sequence[Failure], remedy: Remedy) -> None:
         self.failures = tuple(sorted(failures, key=lambda f: (f.is_consequence, f.failed_at)))
-        self._remedy = cluster.remedy
+        self._remedy = remedy
         super().__init__(self.failures)
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ def error_of(cluster: Cluster, outcome: Outcome) -> HangError | RankError | User
     if outcome.hang:
         return HangError(outcome.hang, outcome.lost, kept(cluster, outcome))
     failures = failures_of(cluster, outcome)
-    return RankError(failures, cluster) if failures else None
+    return RankError(failures, cluster.remedy) if failures else None
 
 
 def failures_of(cluster: Cluster, outcome: Outcome) -> list[Failure]:

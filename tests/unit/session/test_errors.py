@@ -1,14 +1,17 @@
+from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from ddpnb.cluster.hangs import Hang
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.link import Exit
 from ddpnb.cluster.outcome import Outcome
+from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.protocol.cell_messages import CellReport, Failure
 from ddpnb.session.errors import (
     CellInterrupt,
     CellTimeoutError,
-    HangError,
     RankError,
     render_error,
     render_failures,
@@ -32,6 +35,14 @@ def closed(rank: int, at: float) -> Failure:
 
 def lost(rank: int, text: str = "was killed by SIGKILL", **more: object) -> Failure:
     return failure(rank, "RankLost", text, is_death=True, **more)
+
+
+def remedy(dead: Collection[int]) -> str:
+    """Return the advice of a cluster of eight ranks, some of which are dead."""
+    cluster = Cluster(ClusterSpec(), Path("/"), Path("/"))
+    cluster._states = dict.fromkeys(range(8))
+    cluster.exits = {rank: Exit(member=rank, code=-9) for rank in dead}
+    return cluster.remedy(dead)
 
 
 CANCELLED = "was lost with host n1: job 12 of Slurm has ended (CANCELLED)"
@@ -74,7 +85,7 @@ SENTENCES = [
 
 @pytest.mark.parametrize(("failures", "sentence", "cause"), SENTENCES)
 def test_the_sentence_names_the_cause(failures: list[Failure], sentence: str, cause: str):
-    error = RankError(failures)
+    error = RankError(failures, remedy)
     assert str(error).startswith(sentence)
     assert error.cause == cause
     assert error._render_traceback_()[0].startswith(
@@ -142,7 +153,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("failures", "lines"), LAYOUTS)
 def test_each_failure_is_shown_once_and_what_followed_is_a_line(failures, lines):
-    assert render_failures(failures) == [f"RankError: {lines[0]}", *lines[1:]]
+    assert render_failures(failures, remedy) == [f"RankError: {lines[0]}", *lines[1:]]
 
 
 def test_a_timeout_and_an_interrupt_are_one_line():
@@ -161,13 +172,22 @@ def test_a_timeout_and_an_interrupt_are_one_line():
         "rank 5 had failed: ZeroDivisionError)"
     )
     assert where_stopped(Outcome(returned={rank: stopped[rank] for rank in (2, 4)})) == ""
-    (line,) = CellTimeoutError(2.5, where)._render_traceback_()
+    (line,) = CellTimeoutError(2.5, where, "Kept.")._render_traceback_()
     assert "2.5 s" in line
     assert where in line
-    assert "%ddp_restart --ranks 2" in str(CellInterrupt("", [2]))
-    assert "ranks 1,3 have ended" in str(HangError(Hang(waiting=()), [3, 1]))
-    assert isinstance(CellTimeoutError(1), TimeoutError)
-    assert isinstance(CellInterrupt(), KeyboardInterrupt)
-    assert type(CellInterrupt()).__name__ == "KeyboardInterrupt"
-    assert len(CellInterrupt()._render_traceback_()) == 1
+    error = CellInterrupt("Kept.")
+    assert isinstance(error, KeyboardInterrupt)
     assert render_error(OSError("plain")) == "OSError('plain')"
+    assert error._render_traceback_() == ["KeyboardInterrupt: The ranks have stopped. Kept."]
+
+
+def test_advice_is_for_the_ranks_that_are_dead_when_it_is_shown():
+    dead: list[int] = [2]
+    error = RankError([lost(2)], lambda _: remedy(dead))
+    assert "Run %ddp_restart --ranks 2 to restart it. The other" in str(error)
+    dead.append(5)
+    assert "Run %ddp_restart --ranks 2,5 to restart them. The other" in str(error)
+    dead.clear()
+    assert "ddpnb has restarted" in str(error)
+    dead += range(8)
+    assert str(error).endswith("Run %ddp_restart --ranks 0-7 to restart them.")
