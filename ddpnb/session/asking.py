@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from ddpnb.cluster.call import CallEvent, Output
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.interrupts import noted_interrupts
 from ddpnb.cluster.supervision import Watch
 from ddpnb.protocol.calls import Result
 from ddpnb.protocol.errors import UserError
@@ -13,7 +12,6 @@ from ddpnb.reports.cell_output import PrintedLines
 from ddpnb.session.errors import CellInterrupt, HangError, RankError, error_of, failures_of, kept
 
 
-@noted_interrupts()
 def ask(
     cluster: Cluster,
     request: Result,

@@ -1,13 +1,20 @@
 """Supervises a cell or a comparison in a thread, while other cells run.  Runs in the kernel."""
 
+import contextlib
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Self
 
+from ddpnb.cluster.interrupts import noted_interrupts
+from ddpnb.cluster.processes import wait_until
 from ddpnb.reports.notebook import CELL, Bundle, current_cell, write
 from ddpnb.session.errors import CellInterrupt, render_error
+
+JOIN_SECONDS = 0.05
+"""Maximum time to wait for the end of the work before ddpnb looks for an interrupt."""
 
 
 class Background(ABC):
@@ -45,8 +52,13 @@ class Background(ABC):
 
     def join(self, timeout: float | None = None) -> None:
         """Wait at most ``timeout`` seconds until the work has ended."""
-        if self._thread is not None:
-            self._thread.join(timeout)
+        if (thread := self._thread) is not None:
+            with noted_interrupts(), contextlib.suppress(TimeoutError):
+                wait_until(
+                    lambda: thread.join(JOIN_SECONDS) or not thread.is_alive(),
+                    math.inf if timeout is None else timeout,
+                    "not ended",
+                )
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait until the work has ended; return a comparison's result, or raise the work's error.
