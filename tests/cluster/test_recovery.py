@@ -1,6 +1,9 @@
 """An asynchronous comparison goes on when a rank is killed, and the rank is restarted."""
 
+import random
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ from ddpnb.history.model import RunSnapshot
 from ddpnb.history.store import Store
 from ddpnb.session.errors import RankError
 from ddpnb.session.training import RunningComparison
-from tests.cluster.rig import prepared, pull, run, total, wait_until
+from tests.cluster.rig import DYNAMO, prepared, pull, run, started, total, wait_until
 
 CELL = """
 import os, signal, sys, time, torch
@@ -183,3 +186,52 @@ def test_the_strategies_after_one_that_a_death_ended_are_trained(cluster, tmp_pa
     found = [(run.name, str(run.status)) for run in Store(tmp_path).load("cell-1").runs]
     others = [("single", "finished"), ("no-comm", "finished")]
     assert sorted(found) == sorted([*others, *others, ("ddp", "failed")])
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Cluster]:
+    with started(4, environment=DYNAMO) as cluster:
+        yield cluster
+
+
+OWN = """
+from ddpnb.rank.strategies.async_ps import AsyncParameterServer
+class Own(AsyncParameterServer): pass
+"""
+
+
+@pytest.mark.parametrize("num_deaths", [1, 2, 3])
+@pytest.mark.parametrize("strategy", ["async", "hogwild", "Own"])
+def test_all_ranks_but_one_may_die_at_any_time(four, tmp_path, strategy, num_deaths):
+    """Ranks die together, one after the other, and again while they start."""
+    draw = random.Random(f"{strategy} {num_deaths}")
+    dying = draw.sample(range(1, 4), num_deaths)
+    moments = [draw.choice([0.0, 0.4, draw.uniform(0, 1)]) for _ in range(2 * num_deaths)]
+    deaths = sorted(zip(moments, dying * 2, strict=True))
+    run(four, "kept = rank")
+    training = deadly(four, tmp_path, strategy, num_calls=-1, more=OWN, num_epochs=5)
+    has_ended = threading.Event()
+
+    def has_begun() -> bool:
+        return any(run.num_samples for run in training.recorder.comparison.runs)
+
+    def kill() -> None:
+        wait_until(lambda: has_ended.is_set() or has_begun(), "a step")
+        began = time.monotonic()
+        for seconds, rank in deaths:
+            if not has_ended.wait(began + seconds - time.monotonic()):
+                four.kill([rank])
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        (snapshot,) = training.run().comparison.runs
+    finally:
+        has_ended.set()
+        thread.join()
+    assert snapshot.status == "finished"
+    assert {mark.rank for mark in snapshot.marks if mark.text == "killed"} == set(dying)
+    assert not four.exits
+    assert total(four) == [4.0] * 4
+    kept = [rank for rank in four.ranks if rank not in dying]
+    assert pull(four, "kept", ranks=kept) == kept

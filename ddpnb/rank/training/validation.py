@@ -147,8 +147,8 @@ def _take_step(run: Run, worker: Worker) -> Batch:
         with closing(strategy):
             strategy.setup(worker)
             strategy.step(batch)
-            if not run.is_own:
-                strategy.finish()  # also removes hooks
+            if not (run.is_own and run.plan.synchronous):
+                strategy.finish()  # removes hooks; asynchronous ranks wait for each other
     return batch
 
 
