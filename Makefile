@@ -19,7 +19,7 @@ STACKS := colab hubs lowest
 STACK_TESTS := tests/unit tests/kernel tests/faults tests/rank
 
 .DEFAULT_GOAL := help
-.PHONY: help lab demo docs student quick test compat portable coverage $(STACKS) mutants check dist bench bench-quick soak gpu clean
+.PHONY: help lab demo docs student quick test compat portable coverage $(STACKS) mutants check dist bench bench-quick soak chaos gpu clean
 
 help:  ## List the targets
 	@sed 's/^$$(STACKS): %/$(STACKS)/' $(MAKEFILE_LIST) | grep -E '^[a-z ]+:.*##' | awk -F ':.*## ' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -105,6 +105,9 @@ bench-quick: $(STAMP)
 
 soak: $(STAMP)  ## Run errors, kills and restarts for ten minutes (benchmarks/README.md)
 	$(BIN)/python -m benchmarks soak
+
+chaos: $(STAMP)  ## Inject CASES=60 random faults, drawn from SEED=1, for about ten minutes
+	$(BIN)/python -m tests.faults.chaos $(if $(SEED),--seed $(SEED)) $(if $(CASES),--cases $(CASES))
 
 gpu: $(STAMP)  ## Test and measure on GPUs in MINUTES=14, and write build/gpu/report.json
 	$(BIN)/python -m benchmarks.gpu_day $(if $(MINUTES),--minutes $(MINUTES))
