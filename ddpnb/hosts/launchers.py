@@ -92,7 +92,7 @@ class LaunchedHosts:
             if lost := relays - (relays := set(self.router.relays)):
                 raise UserError(f"Lost {len(lost)} hosts of {self._what}. Start the ranks again.")
         self._file.unlink(missing_ok=True)
-        found = sorted((relay.host, name) for name, relay in self.router.relays.items())
+        found = sorted((relay.host, name) for name, relay in [*self.router.relays.items()])
         return [RemoteHost(name=host, size=self._size, relay=name) for host, name in found]
 
     def start_again(self, host: RemoteHost) -> None:

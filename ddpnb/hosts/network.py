@@ -71,7 +71,7 @@ def free_ports(address: str, num: int) -> list[int]:
     """
     every, others = range(10_000, 65_536), ephemeral_ports()
     candidates = [port for port in every if port not in others] or list(every)
-    random.shuffle(candidates)
+    random.Random().shuffle(candidates)  # without the user's seed
     found: list[int] = []
     for port in candidates:
         with contextlib.suppress(OSError), socket.socket() as probe:

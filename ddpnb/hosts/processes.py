@@ -171,7 +171,7 @@ class HostProcesses(Processes):
     def _check(self, hosts: Sequence[RemoteHost]) -> None:
         """Ask agents to describe their hosts; raise UserError if a host cannot be used."""
         interface = self._spec.interface
-        others = [relay.reached for relay in self._starter.router.relays.values()]
+        others = [relay.reached for relay in [*self._starter.router.relays.values()]]
         others += [self._starter.address] if self._starter.address else []
         question = {"home": str(self._home), "interface": interface, "others": others}
         port = self.placement.master_port if self._is_placed else 0

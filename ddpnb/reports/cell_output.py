@@ -51,7 +51,7 @@ class CellOutput:
         self._merger = OutputMerger(self._ranks)
         self._bars = Bars()
         self._displays = _displays()
-        self._displays.begin_cell()
+        self._cell = self._displays.begin_cell()
         self._shown: deque[Run] = deque(maxlen=MAX_KEPT)
         """All output except progress bars, to redraw it after a rank clears its output."""
         self._clearing: set[int] = set()
@@ -71,7 +71,9 @@ class CellOutput:
             if kind == "stream":
                 self._merger.write(rank, content["name"], content["text"])
             else:
-                self._merger.add(rank, [self._displays.item(rank, KINDS[kind], content)])
+                with self._displays.lock:
+                    item = self._displays.item(rank, KINDS[kind], content, self._cell)
+                self._merger.add(rank, [item])
 
     def finish(self, rank: int) -> None:
         """Mark a rank as finished, after it has run the cell and all its output has arrived."""
@@ -109,7 +111,9 @@ class CellOutput:
         """Clear the cell, and show again all output that its ranks have not cleared."""
         for rank in self._ranks:
             items = [item for ranks, items in self._shown if rank in ranks for item in items]
-            self._merger.put_back(rank, [self._displays.current(rank, item) for item in items])
+            with self._displays.lock:
+                current = [self._displays.current(rank, item) for item in items]
+            self._merger.put_back(rank, current)
         runs = self._merger.take(at_once=True)
         self._shown.clear()
         self._cleared_at = None
@@ -134,7 +138,8 @@ class CellOutput:
                     text += f"{label} {separator.join(texts)}\n"
                 else:
                     for each in texts:
-                        self._show_bundle(ranks, kind, json.loads(each))
+                        with self._displays.lock:
+                            self._show_bundle(ranks, kind, json.loads(each))
                 if kind not in ("bar", "update"):
                     self._shown.append((ranks, [(kind, each) for each in texts]))
         write(stream, text)

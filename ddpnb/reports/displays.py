@@ -6,6 +6,7 @@ this rank gets a new place below.  If all contents become equal again, the ranks
 
 import json
 import re
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,18 +54,20 @@ class Displays:
         self._names: OrderedDict[tuple[int, str], str] = OrderedDict()
         self._places: OrderedDict[str, list[Place]] = OrderedDict()
         self._num_cells = 0
-        self._num_generated: Counter[int] = Counter()
+        self._num_generated: Counter[tuple[int, int]] = Counter()
+        self.lock = threading.Lock()
+        """A lock for callers, because cells in the background show displays too."""
 
-    def begin_cell(self) -> None:
-        """Begin a new cell.  The numbers that replace IPython's generated ids start at 1 again."""
+    def begin_cell(self) -> int:
+        """Return the number of a new cell.  Each cell numbers the displays without a given id."""
         self._num_cells += 1
-        self._num_generated.clear()
+        return self._num_cells
 
-    def item(self, rank: int, kind: str, content: Content) -> Item:
+    def item(self, rank: int, kind: str, content: Content, cell: int) -> Item:
         """Return a display as an ``Item``.  Ranks that show the same content get equal items."""
         bundle = {"data": without_widget(content["data"]), "metadata": content.get("metadata")}
         if given := content.get("transient", {}).get("display_id"):
-            bundle["name"] = self._name(rank, str(given))
+            bundle["name"] = self._name(rank, str(given), cell)
         return kind, json.dumps(bundle, sort_keys=True, default=str)
 
     def show(self, ranks: Sequence[int], bundle: Content) -> None:
@@ -102,13 +105,13 @@ class Displays:
         bundle = next((place.bundle for place in places if rank in place.ranks), None)
         return (kind, json.dumps(bundle, sort_keys=True)) if bundle else item
 
-    def _name(self, rank: int, given: str) -> str:
+    def _name(self, rank: int, given: str, cell: int) -> str:
         """Return a display's id, in a form that is the same on all ranks."""
         if not GENERATED.fullmatch(given):
             return given
         if (rank, given) not in self._names:
-            self._num_generated[rank] += 1
-            self._names[rank, given] = f"{self._num_cells}-{self._num_generated[rank]}"
+            self._num_generated[cell, rank] += 1
+            self._names[rank, given] = f"{cell}-{self._num_generated[cell, rank]}"
             while len(self._names) > MAX_DISPLAYS:
                 self._names.popitem(last=False)
         self._names.move_to_end((rank, given))

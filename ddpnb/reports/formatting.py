@@ -20,7 +20,7 @@ MACHINE = ("torch", "CPU", "ranks", "hosts", "GPUs", "threads of each rank", "ba
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Return a number with about ``digits`` significant digits, e.g. ``12,345`` or ``0.118``."""
+    """Return a number with about ``digits`` significant digits, e.g. ``12,345`` or ``3.00e-08``."""
     if math.isnan(value):
         return NOTHING
     if math.isinf(value):
@@ -29,7 +29,7 @@ def number(value: float, digits: int = 3) -> str:
         return f"{value:,.0f}"
     rounded = abs(float(f"{value:.{digits}g}"))
     decimals = digits - 1 - math.floor(math.log10(rounded))
-    return f"{value:.{min(decimals, 6)}f}"
+    return f"{value:.{decimals}f}" if decimals < digits + 4 else f"{value:.{digits - 1}e}"
 
 
 def short(value: float) -> str:
@@ -44,7 +44,8 @@ def tick(value: float) -> str:
     """Return the label of an axis tick: the result of ``short`` without trailing zeros."""
     text = short(value)
     number, unit = (text[:-1], text[-1]) if text[-1] in "kMGT" else (text, "")
-    return (number.rstrip("0").rstrip(".") if "." in number else number) + unit
+    is_short = "." in number and "e" not in number
+    return (number.rstrip("0").rstrip(".") if is_short else number) + unit
 
 
 def size(num_bytes: float) -> str:

@@ -14,7 +14,7 @@ from ddpnb.history.comparison import Comparison
 from ddpnb.protocol.errors import summary_of
 from ddpnb.reports.formatting import title
 from ddpnb.reports.kit import Picture
-from ddpnb.reports.notebook import show, warn
+from ddpnb.reports.notebook import CELL, show, warn
 from ddpnb.reports.progress import Progress, progress_of
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
@@ -153,7 +153,8 @@ class LiveFigureAndTable(Live):
     def show(self, result: ComparisonResult) -> None:
         """Show a result: sentence, figure and table.  Store the cell's number in the result."""
         shell = get_ipython()
-        result.shown_in_cell = None if shell is None else shell.execution_count
+        is_other = CELL.get() is not None  # the cell that runs now did not begin this work
+        result.shown_in_cell = None if shell is None or is_other else shell.execution_count
         self._line.show({"text/html": result.sentence_html(), "text/plain": result.sentence()})
         self._show_figure(result.plot())
         self._table.show({"text/html": result.table_html(), "text/plain": repr(result)})

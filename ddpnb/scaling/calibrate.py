@@ -63,6 +63,8 @@ class Measured:
     """Number of micro-batches in a step."""
     short: tuple[str, ...] = ()
     """Strategies that trained too briefly for reliable rates."""
+    place: str = "this machine"
+    """The machine that trained: ``"this machine"`` or ``"host b"``."""
 
     @property
     def shares_cores(self) -> bool:

@@ -88,7 +88,7 @@ class Background(ABC):
         CELL.set(cell)
         try:
             self._value = self.run()
-        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  wait() raises it
+        except BaseException as error:  # noqa: BLE001  wait() raises it
             self.error = error
         self.done = True  # before `on_end`, which may start other work
         if on_end is not None:

@@ -1,6 +1,7 @@
 """Converts a stored comparison into input of the scaling model.  Runs in the kernel."""
 
 import math
+import platform
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,7 +25,7 @@ FLOAT_BYTES = 4
 
 
 def predicted(store: Store, question: Question, run: str = "") -> PredictionResult:
-    """Return a prediction from a stored comparison (default: the latest suitable comparison)."""
+    """Return a prediction from a stored comparison (default: the latest of this machine)."""
     measured = measured_in(_comparison(store, run))
     return PredictionResult(predict(calibrate(measured), question))
 
@@ -54,7 +55,7 @@ def measured_in(comparison: Comparison) -> Measured:
     fewest = 1 if devices else FEWEST_STEPS
     split = step_split(single).parts
     passes = split.data + split.forward + split.backward
-    environment = comparison.environment.get("CPU cores", "").split(",")[0]
+    num, host = (comparison.environment.get(key, "") for key in ("CPU cores", "host"))
     return Measured(
         name=comparison.name,
         batch_size=spec.batch_per_worker or spec.batch_size,
@@ -68,11 +69,12 @@ def measured_in(comparison: Comparison) -> Measured:
         optimizer_seconds=split.optimizer,
         variation=_variation(together),
         device=header.device.partition(":")[0],
-        cores=float(environment or num_cores()),
+        cores=float(num.split(",")[0] or num_cores()),
         devices=devices,
         jitter=spec.jitter,
         num_passes=spec.accumulate,
         short=tuple(name for name, each in summaries.items() if each.is_short and not devices),
+        place="this machine" if host in ("", platform.node()) else f"host {host}",
     )
 
 
@@ -90,7 +92,9 @@ def _comparison(store: Store, run: str) -> Comparison:
             "No stored comparison has both single and no-comm, which a prediction needs. "
             "Run %ddp_compare ddp first."
         )
-    return store.load(usable[-1])
+    newest_first = map(store.load, reversed(usable))
+    here = (each for each in newest_first if each.environment.get("host") == platform.node())
+    return next(here, None) or store.load(usable[-1])
 
 
 def _counts(summary: StrategySummary) -> bool:

@@ -152,6 +152,8 @@ class Session:
             each.interrupt()
         for each in running:
             each.join(END_SECONDS)
+        if late := " and the ".join(each.what for each in running if not each.done):
+            return f"The {late} is still stopping. Run %ddp_interrupt again to wait longer."
         stopped = " and ".join(f"the {each.what}" for each in running)
         return f"Interrupted {stopped}." if running else "Nothing runs in the background."
 

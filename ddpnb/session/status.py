@@ -12,6 +12,7 @@ from ddpnb.cluster.placement import MAX_RANKS_PER_CORE, ClusterSpec
 from ddpnb.cluster.wording import say
 from ddpnb.protocol.cores import num_cores
 from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.options import options_of
 from ddpnb.protocol.processes import RankCommand, RankStatus
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.listing import ranks_table
@@ -64,13 +65,21 @@ def describe_ranks(cluster: Cluster) -> str:
 
 
 def describe_running(cluster: Cluster, asked: ClusterSpec) -> str:
-    """Return a note saying that a cluster runs; raise UserError if ``asked`` names other hosts."""
+    """Return a note saying that a cluster runs.
+
+    If the cluster lacks an option of ``asked`` except the number of ranks, raise UserError.
+    """
     running = f"A cluster of {counted(len(cluster.ranks), 'rank')} is already running"
-    for name in ("hosts", "engines", "profile"):
-        wanted = getattr(asked, name, "")
-        if wanted not in ("", getattr(cluster.spec, name, "")):
-            option = f"--{name} {wanted}"
-            raise UserError(f"{running}. Run %ddp_stop, then repeat %ddp_start with {option}.")
+    state, words = cluster.states[0], list[str]()
+    kind: type = type(asked)
+    here = {"device": state.device.partition(":")[0], "backend": state.backend}
+    for name, each in options_of(kind).items():
+        wanted, now = getattr(asked, name), getattr(cluster.spec, name, each.default)
+        if name != "num_ranks" and wanted not in (each.default, now, here.get(name)):
+            words += each.words(wanted)
+    if words:
+        option = " ".join(words)
+        raise UserError(f"{running}. Run %ddp_stop, then repeat %ddp_start with {option}.")
     if cluster.dead:
         return f"{running}, but {say(cluster.dead, 'is dead')}. {cluster.remedy()}"
     return (

@@ -81,6 +81,44 @@ def test_one_that_ends_gives_its_result_and_shows_it_where_it_began(kernel: Kern
     assert kernel.value("short") == "<comparison: finished>"
 
 
+def test_its_result_is_shown_again_in_the_cell_that_waits_for_it(kernel: Kernel):
+    line = "%ddp_compare ddp --task digits --epochs 0.5 --no-wait --no-baseline"
+    assert kernel.run(f"short = {line}").passed
+    cell = kernel.run("short.wait(60)", timeout=90).passed
+    assert len(cell.bundles("image/png")) == 1
+
+
+@pytest.mark.parametrize(
+    "error", ["SystemExit", "GeneratorExit", "KeyboardInterrupt", "ValueError"]
+)
+def test_work_that_raises_any_error_has_ended(kernel: Kernel, error: str):
+    assert kernel.run(
+        "from ddpnb.session.background import Background\nclass Work(Background):\n"
+        f"    def run(self): raise {error}('on purpose')\n"
+        "work = Work('work')\nthis_session()._keep(work)\nwork.begin().join(20)"
+    ).passed
+    assert kernel.value("work.done, type(work.error).__name__") == f"True {error}"
+    assert kernel.run("%ddp_interrupt").text == "Nothing runs in the background.\n"
+
+
+def test_an_interrupt_does_not_claim_that_work_has_ended(kernel: Kernel):
+    assert kernel.run(
+        "%%ddp --no-wait\nimport time\nend = time.monotonic() + 8\nwhile time.monotonic() < end:\n"
+        "    try: time.sleep(1)\n    except KeyboardInterrupt: pass"
+    ).passed
+    cell = kernel.run("%ddp_interrupt")
+    sentence = "The cell on ranks 0-1 is still stopping. Run %ddp_interrupt again to wait longer.\n"
+    assert cell.text == sentence
+    for _ in range(10):
+        if "still" not in (cell := kernel.run("%ddp_interrupt")).text:
+            break
+    assert cell.text in (
+        "Interrupted the cell on ranks 0-1.\n",
+        "Nothing runs in the background.\n",
+    )
+    assert kernel.run("%%ddp\n1 + rank").by_rank == {0: ["1"], 1: ["2"]}
+
+
 def test_a_rank_that_dies_ends_it_and_is_shown_under_its_cell(training: Cell, kernel: Kernel):
     kernel.run("import os, signal\nos.kill(cluster.states[1].pid, signal.SIGKILL)")
     wait_for_end(kernel)

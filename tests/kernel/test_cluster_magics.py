@@ -63,6 +63,23 @@ def test_start_shows_a_table_and_a_second_start_says_so(bare_kernel: Kernel):
     assert processes_in(status.bundles("text/plain")[0]) == processes
 
 
+def test_a_start_with_other_options_names_the_commands_that_lead_to_them(bare_kernel: Kernel):
+    assert bare_kernel.run("%ddp_start -n 2").passed
+    for line in (
+        "--devices 3xV100 --as resnet50",
+        "--threads 3",
+        "-n 2 --backend nccl --threads 2",
+    ):
+        refused = bare_kernel.run(f"%ddp_start {line}").refusal
+        assert f"then repeat %ddp_start with {line.removeprefix('-n 2 ')}." in refused
+    for line in ("", "-n 2", "--device cpu --backend gloo", "-n 4 --device cpu"):
+        assert "stays unchanged" in bare_kernel.run(f"%ddp_start {line}").stdout
+    assert bare_kernel.run("%ddp_stop").passed
+    assert "3 ranks ready" in bare_kernel.run("%ddp_start --devices 3xV100 --as resnet50").text
+    for line in ("", "--devices 3xV100 --as resnet50"):
+        assert "stays unchanged" in bare_kernel.run(f"%ddp_start {line}").stdout
+
+
 def test_restart_takes_another_number_and_loses_variables(kernel: Kernel):
     old = processes_in(kernel.run("%ddp_status").bundles("text/plain")[0])
     kernel.run("%%ddp\nlost = 1")

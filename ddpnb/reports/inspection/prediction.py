@@ -108,7 +108,8 @@ def _between(prediction: Prediction) -> str:
     if not question.link and measured.devices is None:
         cores = f"{measured.cores:g} cores, shared by all ranks"
         exchanges = f"The fitted speed of exchanges between ranks is {link.text}."
-        return f"This machine has {cores if measured.shares_cores else 'GPUs'}. {exchanges} {how}"
+        has = cores if measured.shares_cores else "GPUs"
+        return f"{measured.place[0].upper()}{measured.place[1:]} has {has}. {exchanges} {how}"
     line = "The link between any two ranks"
     if machine.inside is not None:
         hosts = f"Each host has {machine.ranks_per_host:g} ranks"
@@ -116,7 +117,9 @@ def _between(prediction: Prediction) -> str:
     line += f" is {question.link} ({link.text})" if question.link else f" is {link.text}"
     line += f". {how}"
     if question.link and not question.step and measured.devices is None:
-        line += " Each device is as fast as one rank of this machine. --step sets another speed."
+        line += (
+            f" Each device is as fast as one rank of {measured.place}. --step sets another speed."
+        )
     return line
 
 

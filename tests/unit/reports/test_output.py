@@ -4,7 +4,7 @@ import time
 import pytest
 
 from ddpnb.history.comparison import Comparison
-from ddpnb.reports.cell_output import MAX_LINES, PrintedLines
+from ddpnb.reports.cell_output import MAX_LINES, CellOutput, PrintedLines
 from ddpnb.reports.live import LiveText
 from ddpnb.reports.merging import HOLD_SECONDS, Item, OutputMerger, Screen
 from tests.unit.history.fake_runs import fake_comparison
@@ -59,6 +59,21 @@ def test_a_line_waits_for_the_same_line_of_a_running_rank_but_not_for_long():
         time.sleep(0.01)
     assert lines(shown) == [([0], "alone")]
     assert time.monotonic() - began >= 0.8 * HOLD_SECONDS
+
+
+def test_displays_of_all_ranks_are_merged_also_if_other_cells_begin():
+    draw = random.Random(0)
+    cells = [CellOutput((0, 1)) for _ in range(3)]
+    for _ in range(100):
+        cells += [CellOutput((0, 1))] * draw.randrange(2)
+        cell, text = draw.choice(cells[-3:]), draw.choice("ab")
+        for rank in (0, 1):
+            transient = {"display_id": f"{draw.getrandbits(128):032x}"}
+            content = {"data": {"text/plain": text}, "transient": transient}
+            cell.take(rank, "display_data", content)
+            CellOutput((0, 1)).take(rank, "display_data", content | {"transient": {}})
+        ((ranks, _),) = cell._merger.take(at_once=True)
+        assert ranks == [0, 1]
 
 
 def test_stdout_and_stderr_are_different_lines():

@@ -1,4 +1,5 @@
 import math
+import random
 import re
 from dataclasses import replace
 from xml.etree import ElementTree
@@ -11,7 +12,7 @@ from ddpnb.protocol.messages import Evaluating, Memory
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.export.data import runs_frame
 from ddpnb.reports.findings import results_table
-from ddpnb.reports.formatting import duration, number, percent, short, size
+from ddpnb.reports.formatting import duration, number, percent, short, size, tick
 from ddpnb.reports.inspection.advice import advice
 from ddpnb.reports.listing import ranks_table, runs_table
 from ddpnb.reports.progress import progress_of
@@ -48,6 +49,10 @@ def test_numbers_in_words():
     assert [short(v) for v in (17_123, 999.6, 2_500_000, 12)] == ["17.1k", "1.00k", "2.50M", "12.0"]
     assert number(float("inf")) == "∞"
     assert percent(0.9611, 1) == "96.1 %"
+    draw = random.Random(0)
+    for value in (10 ** draw.uniform(-300, 2) for _ in range(500)):
+        assert float(number(value)) == pytest.approx(value, rel=0.006)
+        assert float(tick(value)) == pytest.approx(value, rel=0.006)
     assert [duration(s) for s in (12.4, 200, 7260)] == ["12 s", "3 min 20 s", "2 h 1 min"]
 
 

@@ -1,6 +1,8 @@
 """The model reproduces the measurements it was fitted to, and its predictions are shown."""
 
 import math
+import platform
+import random
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ddpnb.history.model import Status
 from ddpnb.history.store import Store
 from ddpnb.protocol.devices import Compute, parse_devices
 from ddpnb.protocol.errors import UserError
@@ -19,7 +22,7 @@ from ddpnb.scaling.predict import Question, predict
 from ddpnb.scaling.waiting import expected_max, on_cores
 from ddpnb.session.scaling import measured_in, predicted
 from tests.rank.test_emulation import EXCHANGE, LATENCY, S
-from tests.unit.history.fake_runs import fake_comparison
+from tests.unit.history.fake_runs import batch, fake_comparison, step
 from tests.unit.scaling.machines import CROWDED, FIXED, PER_SAMPLE, measured
 
 PAGE = Path(__file__).parents[3] / "docs" / "prediction-error.md"
@@ -184,6 +187,29 @@ def test_what_is_lacking_is_named(tmp_path):
         predicted(Store(tmp_path), Question(ranks=(2,)))
     with pytest.raises(UserError, match="has no finished run of no-comm"):
         measured_in(fake_comparison())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_comparisons_of_this_machine_come_first_and_others_are_named(tmp_path, seed):
+    store, draw = Store(tmp_path), random.Random(seed)
+    hosts = [platform.node()] * seed + ["lab-7"] * draw.randint(1, 3)
+    draw.shuffle(hosts)
+    for number, host in enumerate(hosts):
+        fake = fake_comparison(("single", "no-comm"))
+        given = replace(fake, comparison_id=f"id-{number}", environment={"host": host})
+        name = store.begin_comparison(given, wanted_name=f"c{number}").name
+        for run in fake.runs:
+            run_id = f"{number}-{run.name}"
+            store.begin_run(given.comparison_id, replace(run, run_id=run_id, comparison=name))
+            steps = [step(each, 0.1 * each) for each in range(1, 9)]
+            store.append(batch(run_id, steps, header=run.header))
+            store.finish(run_id, Status.FINISHED)
+    found = predicted(store, Question(ranks=(2, 4), link="10GbE")).prediction.found.measured
+    latest = max(at for at, host in enumerate(hosts) if host == platform.node() or not seed)
+    assert found.name == f"c{latest}"
+    assert found.place == ("this machine" if seed else "host lab-7")
+    text = repr(PredictionResult(predict(calibrate(found), Question(ranks=(2,), link="1GbE"))))
+    assert f"as fast as one rank of {found.place}" in text
 
 
 def test_all_is_shown_once():
