@@ -36,6 +36,14 @@ class StoredRun:
     """Number of ranks that have sent events."""
     spec: RunSpec | None = None
     header: RunHeader | None = None
+    sign: tuple[float, int] | tuple[()] = ()
+    """Numbers that change while the run is written.  Empty if the kernel is known to be alive or
+    dead, or if the run has ended."""
+
+    @property
+    def is_written(self) -> bool:
+        """True if the kernel that writes the run is known to be alive."""
+        return self.status is Status.RUNNING and not self.sign
 
     @property
     def num_workers(self) -> int:

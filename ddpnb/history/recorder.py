@@ -1,15 +1,13 @@
 """Records a comparison during training, in memory and in the store.  Runs in the kernel."""
 
-import sqlite3
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Sequence
 from typing import final
 
 from ddpnb.history.comparison import Comparison, describe_ranks, environment
 from ddpnb.history.model import Run, Status
-from ddpnb.history.store import ELSEWHERE, Store, StoreError, temporary_folder
+from ddpnb.history.store import Store
 from ddpnb.protocol.messages import EventBatch, RankState, RunReport, RunSpec
 
 
@@ -17,8 +15,8 @@ from ddpnb.protocol.messages import EventBatch, RankState, RunReport, RunSpec
 class Recorder:
     """Records the runs of one comparison during training.
 
-    If the disk fails, the training continues.  ddpnb warns once and keeps the runs in a temporary
-    folder.  While another notebook locks the store, ddpnb keeps the runs only in memory.
+    The store writes in a thread, so that no method waits long for the disk.  If the disk fails, the
+    training continues, and ddpnb warns once.
 
     Args:
         store: the store that keeps the runs.
@@ -27,6 +25,7 @@ class Recorder:
         source: the cell that defines the task.
         specs: all planned runs, in order.
         ranks: the ranks that train.
+        notify: function that shows a sentence to the user.
     """
 
     def __init__(
@@ -38,11 +37,13 @@ class Recorder:
         source: str,
         specs: Sequence[RunSpec],
         ranks: Sequence[RankState] = (),
+        notify: Callable[[str], None] = print,
     ) -> None:
         self._store = store
         self._runs: dict[str, Run] = {}
         self._warned = False
-        self._comparison = Comparison(
+        self._notify = notify
+        comparison = Comparison(
             comparison_id=new_id(),
             name=name or task,
             created=time.time(),
@@ -51,7 +52,8 @@ class Recorder:
             specs=tuple(specs),
             environment=environment() | (describe_ranks(ranks) if ranks else {}),
         )
-        self._write(self._begin, name)
+        self._comparison = store.begin_comparison(comparison, wanted_name=name)
+        self._warn()
 
     @property
     def comparison(self) -> Comparison:
@@ -66,39 +68,29 @@ class Recorder:
             comparison=self._comparison.name,
             spec=spec,
         )
-        self._write(self._store.begin_run, self._comparison.comparison_id, run.snapshot())
+        self._store.begin_run(self._comparison.comparison_id, run.snapshot())
 
     def add(self, batch: EventBatch) -> None:
         """Add a batch of events."""
         self._runs[batch.run_id].add(batch)
-        self._write(self._store.append, batch)
+        self._store.append(batch)
+        self._warn()
 
     def add_report(self, report: RunReport) -> None:
         """Add the report of a rank."""
         self._runs[report.run_id].add_report(report)
-        self._write(self._store.add_report, report)
+        self._store.add_report(report)
 
     def end(self, run_id: str, status: Status, detail: str = "") -> None:
         """Record how a run ended."""
         self._runs[run_id].end(status, detail)
-        self._write(self._store.finish, run_id, status, detail)
+        self._store.finish(run_id, status, detail)
+        self._warn()
 
-    def _begin(self, wanted_name: str) -> None:
-        self._comparison = self._store.begin_comparison(self._comparison, wanted_name=wanted_name)
-
-    def _write(self, write: Callable[..., None], *arguments: object) -> None:
-        try:
-            write(*arguments)
-        except StoreError as error:
-            if self._warned:
-                return
-            self._warned, why, where = True, error.__cause__, "only in memory"
-            if getattr(why, "sqlite_errorcode", 0) != sqlite3.SQLITE_BUSY:
-                self._store.move(temporary_folder())
-                where = f"in {self._store.folder} until the kernel ends {ELSEWHERE}"
-            text = f"The runs cannot be written: {why}. ddpnb keeps them {where}."
-            warnings.warn(text, stacklevel=2)
-            self._write(write, *arguments)
+    def _warn(self) -> None:
+        if not self._warned and (trouble := self._store.trouble):
+            self._warned = True
+            self._notify(trouble)
 
 
 def new_id() -> str:

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import platform
 import re
@@ -18,6 +19,7 @@ import sys
 import threading
 import time
 import typing
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -33,6 +35,7 @@ from ddpnb.history.comparison import Comparison, overlay
 from ddpnb.history.model import Run, RunSnapshot, Status
 from ddpnb.history.query import StoredRun
 from ddpnb.history.rows import EVENT
+from ddpnb.history.writer import Change, StoreError, Writer
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import (
     NO_STALENESS,
@@ -56,8 +59,26 @@ WAIT_SECONDS = 5.0
 SAME_SECONDS = 1.5
 """Maximum seconds by which a process's start time may change if the clock is adjusted."""
 
-MAX_PENDING_BATCHES = 20_000
-"""Maximum number of batches kept in memory while writes fail.  Further batches are lost."""
+END_SECONDS = 1.0
+"""Maximum seconds that the end of a run, or of the kernel, waits for the disk."""
+
+BEAT_SECONDS = 3.0
+"""While a run is trained, its time is written at least once in this number of seconds."""
+
+WATCH_SECONDS = 10.0
+"""Number of seconds for which ``delete`` watches a run whose kernel may be on another host."""
+
+SILENT_SECONDS = 60.0
+"""A run on another host is listed as stopped if its time is older than this number of seconds."""
+
+CAN_WAIT = {
+    *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED),
+    *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR),
+}
+"""Errors after which ddpnb keeps the runs in memory and tries again."""
+
+MAX_PENDING = 20_000
+"""Maximum number of changes kept in memory while writes fail.  Further batches are lost."""
 
 TABLES = """
 CREATE TABLE comparisons (
@@ -67,7 +88,7 @@ CREATE TABLE comparisons (
 CREATE TABLE runs (
     id TEXT PRIMARY KEY, comparison TEXT NOT NULL REFERENCES comparisons ON DELETE CASCADE,
     name TEXT NOT NULL, repeat INTEGER NOT NULL, created REAL NOT NULL, writer TEXT NOT NULL,
-    status TEXT NOT NULL, detail TEXT NOT NULL DEFAULT '', spec TEXT, header TEXT
+    status TEXT NOT NULL, detail TEXT NOT NULL DEFAULT '', spec TEXT, header TEXT, heartbeat REAL
 );
 CREATE TABLE batches (
     run TEXT NOT NULL REFERENCES runs ON DELETE CASCADE, rank INTEGER NOT NULL,
@@ -80,11 +101,21 @@ CREATE TABLE reports (
 );
 """
 
+INSERT_RUN = """
+INSERT OR IGNORE INTO runs (id, comparison, name, repeat, created, writer, status, spec)
+SELECT * FROM (VALUES (?, ?, ?, ?, ?, ?, ?, ?)) WHERE column2 IN (SELECT id FROM comparisons)
+"""
+"""Inserts a run unless another notebook has deleted the comparison."""
+
 INSERT_BATCH = """
 INSERT OR IGNORE INTO batches SELECT * FROM (VALUES (?, ?, ?, ?, ?, ?, ?))
 WHERE column1 IN (SELECT id FROM runs)
 """
-"""Inserts a batch unless another notebook has deleted the run."""
+
+INSERT_REPORT = """
+INSERT OR REPLACE INTO reports SELECT * FROM (VALUES (?, ?, ?))
+WHERE column1 IN (SELECT id FROM runs)
+"""
 
 RUN = """
 SELECT runs.*, comparisons.name AS title, comparisons.task,
@@ -124,16 +155,12 @@ DAMAGES = (
 ELSEWHERE = "(the environment variable DDPNB_DATA sets another folder)"
 
 
-class StoreError(UserError):
-    """The store could not read or write runs.  A run that is being trained continues."""
-
-
 @final
 class Store:
     """The runs of one folder.
 
-    Every method raises ``StoreError`` if the disk fails.  Batches that could not be written stay
-    in memory until the next write.  A crash loses at most the last ``flush_seconds`` of batches.
+    A thread writes the runs.  Changes that could not be written stay in memory until a later write.
+    A crash loses at most the last ``flush_seconds``.  The methods that read raise ``StoreError``.
 
     Args:
         folder: the folder of the file, such as ``runs_folder()``.  If the folder does not exist,
@@ -144,10 +171,16 @@ class Store:
     def __init__(self, folder: Path, *, flush_seconds: float = 1.0) -> None:
         self.folder = folder
         self._path = folder / FILE_NAME
-        self._flush_seconds = flush_seconds
-        self._last_flush = time.monotonic()
-        self._pending: list[EventBatch] = []
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # of the connection
+        self._writer = Writer(self._write_all, flush_seconds)
+        self._beat_at = -math.inf
+        self._missing = Counter[str]()
+        """The number of steps of each run that are not stored."""
+        self._why = ""
+        """The reason why steps are not stored."""
+        self._moved = ""
+        """A sentence about the move to a temporary folder."""
+        atexit.register(self._at_exit, os.getpid())
         with self._store_errors("opened"):
             if not folder.is_dir():
                 folder.mkdir(mode=0o700, parents=True)
@@ -173,7 +206,9 @@ class Store:
         specs = json.dumps([dataclasses.asdict(spec) for spec in comparison.specs])
         environment = json.dumps(dict(comparison.environment))
         texts = (comparison.task, comparison.source, specs, environment)
-        with self._write() as connection:
+        made = [comparison]
+
+        def insert(connection: sqlite3.Connection) -> None:
             taken = {each for (each,) in connection.execute("SELECT name FROM comparisons")}
             name = wanted_name or query.numbered(comparison.name, taken)
             if name in taken:
@@ -181,51 +216,70 @@ class Store:
                 connection.execute("UPDATE comparisons SET name = ? WHERE name = ?", earlier)
             row = (comparison.comparison_id, name, comparison.created, *texts)
             connection.execute("INSERT INTO comparisons VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-        return dataclasses.replace(comparison, name=name)
+            made.append(dataclasses.replace(comparison, name=name))
+
+        self._writer.put(Change(write=insert))
+        self._try_flush(WAIT_SECONDS)
+        return made[-1]
 
     def begin_run(self, comparison_id: str, run: RunSnapshot) -> None:
         """Store a run before its training; the comparison must have begun."""
         state = (writer_of(psutil.Process()), run.status, to_text(run.spec) if run.spec else None)
-        with self._write() as connection:
-            connection.execute(
-                "INSERT INTO runs (id, comparison, name, repeat, created, writer, status, spec)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (run.run_id, comparison_id, run.name, run.repeat, run.created, *state),
-            )
+        row = (run.run_id, comparison_id, run.name, run.repeat, run.created, *state)
+
+        def insert(connection: sqlite3.Connection) -> None:
+            columns = connection.execute("PRAGMA table_info(runs)")
+            if "heartbeat" not in {column["name"] for column in columns}:  # an earlier version
+                connection.execute("ALTER TABLE runs ADD COLUMN heartbeat REAL")
+            connection.execute(INSERT_RUN, row)
+
+        self._writer.running.add(run.run_id)
+        self._writer.put(Change(write=insert))
 
     def append(self, batch: EventBatch) -> None:
-        """Add a batch.  Write all pending batches if the last write was ``flush_seconds`` ago."""
-        with self._lock:
-            if len(self._pending) < MAX_PENDING_BATCHES:
-                self._pending.append(batch)
-        if time.monotonic() - self._last_flush >= self._flush_seconds:
-            self.flush()
+        """Add a batch.  It is written within ``flush_seconds``."""
+        if len(self._writer.queue) >= MAX_PENDING:
+            self._missing[batch.run_id] += batch.num_steps
+            return
+        header, row = batch.header and to_text(batch.header), _batch_row(batch)
+
+        def insert(connection: sqlite3.Connection) -> None:
+            if header:
+                wanted = "UPDATE runs SET header = ? WHERE id = ?"
+                connection.execute(wanted, (header, batch.run_id))
+            connection.execute(INSERT_BATCH, row)
+
+        self._writer.put(Change(run_id=batch.run_id, num_steps=batch.num_steps, write=insert))
 
     def add_report(self, report: RunReport) -> None:
         """Store the report of a rank."""
         row = (report.run_id, report.rank, to_text(report))
-        with self._write() as connection:
-            connection.execute("INSERT OR REPLACE INTO reports VALUES (?, ?, ?)", row)
+        self._writer.put(Change(write=lambda connection: connection.execute(INSERT_REPORT, row)))
 
     def finish(self, run_id: str, status: Status, detail: str = "") -> None:
-        """Store a run's final status and all pending batches."""
-        self.flush()
-        with self._write() as connection:
-            row = (status, detail, run_id)
+        """Store a run's final status and all pending batches.  Wait at most ``END_SECONDS``."""
+
+        def update(connection: sqlite3.Connection) -> None:
+            lost = self._missing[run_id]
+            steps = "1 step was" if lost == 1 else f"{lost:,} steps were"
+            parts = [_text(detail), f"{steps} not stored: {self._why}" if lost else ""]
+            row = (status, "; ".join(filter(None, parts)), run_id)
             connection.execute("UPDATE runs SET status = ?, detail = ? WHERE id = ?", row)
 
+        self._writer.running.discard(run_id)
+        self._writer.put(Change(run_id=run_id, is_end=True, write=update))
+        self._try_flush()
+
     def flush(self) -> None:
-        """Write all pending batches, or no batch if the disk fails."""
-        with self._lock:
-            try:
-                if self._pending:
-                    headers = [(to_text(b.header), b.run_id) for b in self._pending if b.header]
-                    with self._write() as connection:
-                        connection.executemany("UPDATE runs SET header = ? WHERE id = ?", headers)
-                        connection.executemany(INSERT_BATCH, map(_batch_row, self._pending))
-                self._pending.clear()
-            finally:  # also after a failure, so that a slow disk gets a pause
-                self._last_flush = time.monotonic()
+        """Write all pending changes now; raise StoreError if this fails."""
+        self._writer.flush(WAIT_SECONDS)
+
+    @property
+    def trouble(self) -> str:
+        """A sentence that says why runs are not saved now; empty if they are saved."""
+        keeps = "ddpnb keeps them in memory and tries again"
+        failed = self._writer.failure is not None
+        return self._moved or (f"The runs cannot be saved now: {self._why}. {keeps}." * failed)
 
     def list(self) -> tuple[StoredRun, ...]:
         """Return all runs without their steps, in the order in which they began."""
@@ -241,7 +295,7 @@ class Store:
         Raises:
             UserError: no run has such a name; the message suggests the closest names.
         """
-        self.flush()
+        self._try_flush()
         with self._snapshot():
             known, parts = self.list(), []
             for found in (query.resolve(address, known) for address in addresses):
@@ -254,13 +308,21 @@ class Store:
     def delete(self, address: str) -> tuple[str, ...]:
         """Delete the runs that ``address`` names, with their weights; return their addresses.
 
+        Clocks may differ.  So a run on another host is deleted only if nothing is written to the
+        run for ``WATCH_SECONDS``.
+
         Raises:
             UserError: one of the runs is being trained.
         """
+        watched = {run.row: run.sign for run in query.resolve(address, self.list()) if run.sign}
+        if watched:
+            time.sleep(WATCH_SECONDS)
         with self._write() as connection:
             found = query.resolve(address, self.list())
-            if busy := [run.address for run in found if run.status is Status.RUNNING]:
-                raise UserError(f"{', '.join(busy)} is being trained. Stop it with %ddp_interrupt.")
+            busy = [r.address for r in found if r.sign != watched.get(r.row, ()) or r.is_written]
+            if busy:
+                how = "Stop it with %ddp_interrupt in its notebook."
+                raise UserError(f"{', '.join(busy)} is being trained. {how}")
             connection.executemany("DELETE FROM runs WHERE rowid = ?", [(r.row,) for r in found])
             connection.executemany(
                 "DELETE FROM comparisons WHERE id = ?"
@@ -288,13 +350,59 @@ class Store:
         return self.folder / "models"
 
     def close(self) -> None:
-        """Write all pending batches and close the file; may be called twice."""
+        """Write all pending changes and close the file; may be called twice."""
+        self._try_flush()
+        self._writer.running.clear()
+        self._writer.queue.clear()
+        atexit.unregister(self._at_exit)
         with self._lock:
-            try:
-                self.flush()
-            finally:
-                self._pending.clear()
-                self._connection.close()
+            self._connection.close()
+
+    def _at_exit(self, pid: int) -> None:
+        if os.getpid() == pid:  # not in a process forked from the kernel
+            self._try_flush()
+
+    def _try_flush(self, seconds: float = END_SECONDS) -> None:
+        with contextlib.suppress(StoreError):
+            self._writer.flush(seconds)
+
+    def _write_all(self, changes: Sequence[Change]) -> None:
+        """Write changes and the time of each run in progress, all or none."""
+        if not changes and time.monotonic() - self._beat_at < BEAT_SECONDS:
+            return
+        self._beat_at = time.monotonic()
+        try:
+            with self._write() as connection:
+                for change in changes:
+                    change.write(connection)
+                beats = [(time.time(), run_id) for run_id in tuple(self._writer.running)]
+                connection.executemany("UPDATE runs SET heartbeat = ? WHERE id = ?", beats)
+        except StoreError as error:
+            code = getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF
+            is_full = code == sqlite3.SQLITE_FULL
+            self._why = "the disk is full" if is_full else str(error.__cause__)
+            if code in CAN_WAIT and self._path.exists():
+                if code != sqlite3.SQLITE_BUSY:
+                    self._write_ends(changes)
+                raise
+            if self._moved:
+                raise
+            self.move(temporary_folder())
+            where = f"in {self.folder} until the kernel ends {ELSEWHERE}"
+            self._moved = f"The runs cannot be written: {self._why}. ddpnb keeps them {where}."
+            self._write_all(changes)
+
+    def _write_ends(self, changes: Sequence[Change]) -> None:
+        """Write only the final status of runs, with the number of their steps in ``changes``."""
+        pending = Counter[str]()
+        for change in changes:
+            pending[change.run_id] += change.num_steps
+        self._missing += pending
+        with contextlib.suppress(StoreError), self._write() as connection:
+            for change in changes:
+                if change.is_end:
+                    change.write(connection)
+        self._missing -= pending
 
     def _prepare(self) -> None:
         self._connection.execute("PRAGMA foreign_keys = ON")
@@ -333,7 +441,7 @@ class Store:
         """Convert errors of SQLite and of the system to ``StoreError``."""
         try:
             yield
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, OSError, UnicodeError) as error:
             why = f"{error} {ELSEWHERE}"
             raise StoreError(f"The runs in {self._path} cannot be {verb}: {why}.") from error
 
@@ -372,9 +480,18 @@ class Store:
             found = self._one(RUN, number)
             run_id, found["comparison_id"] = found.pop("id"), found.pop("comparison")
             found["comparison"], writer = found.pop("title"), found.pop("writer")
-            if found["status"] is Status.RUNNING and not is_written(writer):
+            seen = found.pop("heartbeat", 0.0) or found["created"]
+            alive = found["status"] is not Status.RUNNING or is_written(writer)
+            if alive is False:
                 found["status"] = Status.STOPPED
                 found["detail"] = "the kernel ended; unsaved steps are lost"
+            elif alive is None:
+                found["sign"] = (seen, found["num_events"])
+                if time.time() - seen > SILENT_SECONDS:
+                    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(seen))
+                    host = writer.rsplit(" ", 2)[0]
+                    found["status"] = Status.STOPPED
+                    found["detail"] = f"no sign of life from {host} since {since}"
             return StoredRun(row=number, run_id=run_id, **found)
         except DAMAGES as error:
             found = {"comparison": "unreadable", "comparison_id": ""}
@@ -619,6 +736,11 @@ def _moment(value: float) -> float:
     return float(value)
 
 
+def _writer(text: str) -> str:
+    _, pid, began = text.rsplit(" ", 2)
+    return _text(text) if int(pid) < 2**31 and float(began) else ""
+
+
 def _environment(text: str) -> dict[str, str]:
     return {str(name): str(value) for name, value in dict(_json(text)).items()}
 
@@ -636,7 +758,8 @@ READERS: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("repeat", "num_events", "num_ranks", "sequence"), _count),
     "created": _moment,
     "status": Status,
-    "writer": _name,
+    "writer": _writer,
+    "heartbeat": lambda seconds: _moment(seconds or 0.0),
     "spec": lambda text: from_text(RunSpec, text) if text else None,
     "header": lambda text: from_text(RunHeader, text) if text else None,
     "source": partial(_text, has_lines=True),
@@ -656,14 +779,19 @@ def writer_of(process: psutil.Process) -> str:
     return f"{platform.node()} {process.pid} {process.create_time():.2f}"
 
 
-def is_written(writer: str) -> bool:
-    """Return True if the kernel that writes a run is alive or is on another host."""
+def is_written(writer: str) -> bool | None:
+    """Return whether the kernel that writes a run is alive; None if it is unknown.
+
+    It is unknown for kernels on other hosts.  It is also unknown if the start time differs, because
+    the id may belong to another process now, or the clock may have been changed.
+    """
     host, pid, began = writer.rsplit(" ", 2)
     if host != platform.node():
-        return True
+        return None
     try:
         found = psutil.Process(int(pid))
         is_same = abs(found.create_time() - float(began)) < SAME_SECONDS
-        return bool(is_same and found.status() != psutil.STATUS_ZOMBIE)
+        is_zombie = found.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+    return False if is_zombie else is_same or None

@@ -60,6 +60,7 @@ def prepare(cluster: Cluster, store: Store, spec: ComparisonSpec, shown: Live) -
         source=spec.training.source,
         specs=specs,
         ranks=cluster.states,
+        notify=warn,
     )
     shown.update(recorder.comparison)
     return RunningComparison(

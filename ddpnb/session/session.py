@@ -28,6 +28,7 @@ from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.inspection.traces import TraceResult
 from ddpnb.reports.listing import ranks_table
 from ddpnb.reports.live import Live, LiveFigureAndTable, live
+from ddpnb.reports.notebook import warn
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table
@@ -307,6 +308,7 @@ class Session:
             source=spec.source,
             specs=(),
             ranks=self.cluster().states,
+            notify=warn,
         )
         recorder.begin(spec.run_id, name)
         return recorder

@@ -2,10 +2,14 @@
 even if a run has few steps or none."""
 
 import re
+import shutil
+import sqlite3
+import time
+from pathlib import Path
 
 import pytest
 
-from tests.kernel.client import Kernel
+from tests.kernel.client import Cell, Kernel, kernel_in
 
 EMPTY = """from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Run, Status
@@ -103,6 +107,7 @@ def test_deleting_is_said(kernel: Kernel):
 
 DAMAGE = """
 import sqlite3
+import time
 from ddpnb.session.session import this_session
 with sqlite3.connect(this_session().store.folder / "runs.sqlite3") as connection:
     connection.execute(
@@ -138,3 +143,40 @@ def test_a_damaged_run_is_named_and_hides_no_other_run(kernel: Kernel, change: s
     deleted = kernel.run("%ddp_runs --delete stranger").passed
     assert deleted.stdout.startswith("Deleted stranger/")
     assert victim.exists()
+
+
+def training(kernel: Kernel, name: str, num_epochs: int) -> tuple[Cell, sqlite3.Connection]:
+    """Begin a comparison, and return it with a connection to the store as soon as steps are in."""
+    command = "%ddp_compare ddp --task digits --no-baseline"
+    cell = kernel.begin(f"{command} --epochs {num_epochs} --name {name}")
+    file = kernel.folder / "data/runs/runs.sqlite3"
+    kernel.wait_until(lambda: cell.num_updates > 0 and file.exists())
+    other = sqlite3.connect(file, isolation_level=None)
+    wanted = "SELECT count(*) FROM batches JOIN runs ON run = id WHERE status = 'running'"
+    while other.execute(wanted).fetchone() == (0,):
+        time.sleep(0.05)
+    return cell, other
+
+
+def test_a_locked_store_is_written_after_the_interrupt(kernel: Kernel):
+    kernel.run("import ddpnb")
+    cell, other = training(kernel, "locked", 500)
+    other.execute("BEGIN EXCLUSIVE")
+    kernel.interrupt()
+    assert kernel.wait(cell).error == "KeyboardInterrupt", cell.text
+    other.execute("COMMIT")
+    other.close()
+    kernel.wait_for_value("ddpnb.runs('locked').text()", "stopped: interrupted")
+
+
+def test_a_comparison_ends_well_after_its_folder_is_removed(tmp_path: Path):
+    folder = tmp_path / "notebook"
+    folder.mkdir()
+    with kernel_in(folder) as kernel:
+        kernel.run("import ddpnb\n%ddp_start -n 2 --device cpu")
+        cell, other = training(kernel, "removed", 40)
+        shutil.rmtree(folder)
+        other.close()
+        assert kernel.wait(cell, timeout=120).passed
+        assert cell.stderr.count("The runs cannot be written") == 1, cell.stderr
+        assert "finished" in kernel.value("ddpnb.runs('removed').text()")
