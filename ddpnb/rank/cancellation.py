@@ -12,6 +12,9 @@ from typing import final
 
 from ddpnb.compat import torch_internals
 
+MAX_CHARACTERS = 20_000
+"""Maximum length of an exception's message, and of each entry of its traceback."""
+
 
 class ConsequenceError(RuntimeError):
     """An error that occurred only because another rank failed or ended."""
@@ -84,6 +87,13 @@ def is_consequence(error: BaseException) -> bool:
 def text_of(error: object) -> str:
     """Return an exception's message, or a placeholder if its ``__str__`` method raises an error."""
     try:
-        return str(error)
-    except Exception:  # noqa: BLE001  the user's ``__str__``
-        return "<exception str() failed>"
+        return sendable(str(error))
+    except BaseException as problem:  # noqa: BLE001  the user's ``__str__``
+        return f"(its text could not be made: {type(problem).__name__})"
+
+
+def sendable(text: str) -> str:
+    """Return the beginning of a text, with escapes instead of characters that UTF-8 lacks."""
+    text = str.encode(text, errors="backslashreplace").decode()  # of a subclass, too
+    more = f" ... ({len(text) - MAX_CHARACTERS:,} more characters)"
+    return text if len(text) <= MAX_CHARACTERS else text[:MAX_CHARACTERS] + more

@@ -24,7 +24,13 @@ from ddpnb.protocol.cell_messages import CellReport, CellSpec, Failure
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import process_log
 from ddpnb.rank import process_end
-from ddpnb.rank.cancellation import ConsequenceError, RunCancelledError, is_consequence, text_of
+from ddpnb.rank.cancellation import (
+    ConsequenceError,
+    RunCancelledError,
+    is_consequence,
+    sendable,
+    text_of,
+)
 from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.collectives.mismatch import CollectiveMismatchError
 from ddpnb.rank.collectives.trace import TraceRecorder
@@ -64,7 +70,7 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
         opened.callback(show_group)
         errors = run_source(spec, engine)
     failure = failure_of(errors[0], engine) if errors else None
-    if errors and (isinstance(errors[0], KeyboardInterrupt) or is_consequence(errors[0])):
+    if failure and (failure.is_consequence or failure.name == KeyboardInterrupt.__name__):
         for error in errors:
             release_frames(error)
     return CellReport(
@@ -124,9 +130,9 @@ def run_source(spec: CellSpec, engine: RankEngine) -> list[BaseException]:
     is_aborted = engine.group.cancellation.is_aborted and not was_aborted
     if not errors and is_aborted and engine.group.can_abort:  # the cell got invalid tensors
         errors = [ConsequenceError("This rank was released from its wait.")]
-    if isinstance(error, KeyboardInterrupt):
+    if issubclass(type(error), KeyboardInterrupt):
         # List the interrupt before errors that IPython recorded at the same time.
-        errors.sort(key=lambda each: not isinstance(each, KeyboardInterrupt))
+        errors.sort(key=lambda each: not issubclass(type(each), KeyboardInterrupt))
     return errors
 
 
@@ -196,7 +202,8 @@ def errors_shown_by(shell: Any) -> Iterator[list[BaseException]]:
 
 def is_success(error: BaseException | None) -> bool:
     """Return True if an exception means success, such as ``SystemExit`` after ``sys.exit(0)``."""
-    return isinstance(error, SystemExit) and error.code in (None, 0)
+    is_exit = issubclass(type(error), SystemExit)  # the user's class may replace every attribute
+    return is_exit and vars(SystemExit)["code"].__get__(error) in (None, 0)
 
 
 # -- how code failed -----------------------------------------------------------------------
@@ -204,13 +211,31 @@ def is_success(error: BaseException | None) -> bool:
 
 def failure_of(error: BaseException, engine: RankEngine) -> Failure:
     """Describe an exception that has just been caught, as a ``Failure`` for the notebook."""
+    try:
+        return described(error, engine)
+    except BaseException:  # noqa: BLE001  a method or property of the user's exception
+        links = [*linked(vars(BaseException)["__traceback__"].__get__(error), "tb_next")]
+        users = [each for each in links if is_users(each.tb_frame)]
+        return Failure(
+            rank=engine.group.rank,
+            name=sendable(type(error).__name__),
+            text=text_of(error),
+            traceback=tuple(map(with_cell_names, traceback.format_tb([*users, *links][0]))),
+            failed_at=time.time(),
+        )
+
+
+def described(error: BaseException, engine: RankEngine) -> Failure:
+    """Describe an exception like ``failure_of``.  A method of the exception may raise an error."""
     is_cause = not is_consequence(error)
     error = explained(error, engine)
     return Failure(
         rank=engine.group.rank,
-        name=type(error).__name__,
+        name=sendable(type(error).__name__),
         text=said_by(error),
-        traceback=tuple(with_cell_names(line) for line in traceback_of(error, engine.shell)),
+        traceback=tuple(
+            with_cell_names(sendable(line)) for line in traceback_of(error, engine.shell)
+        ),
         failed_at=time.time(),
         line=line_of(error),
         is_consequence=not is_cause,
@@ -287,7 +312,8 @@ def traceback_of(error: BaseException, shell: Any) -> list[str]:
     others = [each for each in links if not each.tb_frame.f_code.co_filename.startswith(own)]
     frames = [*users, *others, error.__traceback__][0]
     if is_plain(error):
-        return "".join(traceback.format_exception(type(error), error, frames)).splitlines()
+        text = "".join(traceback.format_exception(type(error), error, frames))
+        return sendable(text).splitlines()
     if isinstance(error, SyntaxError) and not users and not others:
         lines: list[str] = shell.SyntaxTB.structured_traceback(type(error), error, [])
     else:
