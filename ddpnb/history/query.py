@@ -41,11 +41,6 @@ class StoredRun:
     dead, or if the run has ended."""
 
     @property
-    def is_written(self) -> bool:
-        """True if the kernel that writes the run is known to be alive."""
-        return self.status is Status.RUNNING and not self.sign
-
-    @property
     def num_workers(self) -> int:
         """Number of workers, or number of ranks with a hand-written loop; 0 if unknown."""
         if self.header is not None:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import operator
 import os
 import platform
 import re
@@ -71,14 +72,8 @@ WATCH_SECONDS = 10.0
 SILENT_SECONDS = 60.0
 """A run on another host is listed as stopped if its time is older than this number of seconds."""
 
-CAN_WAIT = {
-    *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED),
-    *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR),
-}
+CAN_WAIT = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 """Errors after which ddpnb keeps the runs in memory and tries again."""
-
-MAX_PENDING = 20_000
-"""Maximum number of changes kept in memory while writes fail.  Further batches are lost."""
 
 TABLES = """
 CREATE TABLE comparisons (
@@ -118,17 +113,13 @@ WHERE column1 IN (SELECT id FROM runs)
 """
 
 RUN = """
-SELECT runs.*, comparisons.name AS title, comparisons.task,
+SELECT runs.id, comparison, runs.name, repeat, runs.created, writer, status, detail, spec, header,
+    runs.*, comparisons.name AS title, comparisons.task,
     (SELECT CAST(total(num_events) AS INTEGER) FROM batches WHERE run = runs.id) AS num_events,
     (SELECT count(DISTINCT rank) FROM batches WHERE run = runs.id AND rank >= 0) AS num_ranks
 FROM runs LEFT JOIN comparisons ON comparisons.id = runs.comparison WHERE runs.rowid = ?
 """
 """Selects one run.  Rows are read one by one, so that a damaged row does not hide other rows."""
-
-OWNER = """
-SELECT name AS comparison, id AS comparison_id FROM comparisons
-WHERE id = (SELECT comparison FROM runs WHERE rowid = ?)
-"""
 
 MAX_BYTES = 16_000_000
 """Maximum size of a stored value.  A larger value is not read."""
@@ -136,21 +127,14 @@ MAX_BYTES = 16_000_000
 MAX_STEP = 20_000_000
 """Maximum number of a step, because some arrays have one element for each step."""
 
-MAX_NAME = 1000
-"""Maximum number of characters in the name of a run or comparison."""
-
 RUN_ID = re.compile("[0-9a-f]{12}")
 """The ids that ``recorder.new_id`` returns.  Only such an id becomes the name of a file."""
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that may move a terminal's cursor, change its colours or reorder the text."""
 
-DAMAGES = (
-    *(sqlite3.DataError, ValueError, TypeError, LookupError),
-    *(ArithmeticError, OSError, RecursionError),
-)
-"""The errors that a damaged row may cause."""
-
+DAMAGES = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
+"""The errors that a damaged value may cause."""
 
 ELSEWHERE = "(the environment variable DDPNB_DATA sets another folder)"
 
@@ -175,11 +159,11 @@ class Store:
         self._writer = Writer(self._write_all, flush_seconds)
         self._beat_at = -math.inf
         self._missing = Counter[str]()
-        """The number of steps of each run that are not stored."""
+        """The number of steps of each run that could not be written, because of ``_why``."""
         self._why = ""
-        """The reason why steps are not stored."""
-        self._moved = ""
-        """A sentence about the move to a temporary folder."""
+        self.trouble = ""
+        """A sentence that says why runs are not saved; empty if they are saved."""
+        self._is_moved = False
         atexit.register(self._at_exit, os.getpid())
         with self._store_errors("opened"):
             if not folder.is_dir():
@@ -238,9 +222,6 @@ class Store:
 
     def append(self, batch: EventBatch) -> None:
         """Add a batch.  It is written within ``flush_seconds``."""
-        if len(self._writer.queue) >= MAX_PENDING:
-            self._missing[batch.run_id] += batch.num_steps
-            return
         header, row = batch.header and to_text(batch.header), _batch_row(batch)
 
         def insert(connection: sqlite3.Connection) -> None:
@@ -273,13 +254,6 @@ class Store:
     def flush(self) -> None:
         """Write all pending changes now; raise StoreError if this fails."""
         self._writer.flush(WAIT_SECONDS)
-
-    @property
-    def trouble(self) -> str:
-        """A sentence that says why runs are not saved now; empty if they are saved."""
-        keeps = "ddpnb keeps them in memory and tries again"
-        failed = self._writer.failure is not None
-        return self._moved or (f"The runs cannot be saved now: {self._why}. {keeps}." * failed)
 
     def list(self) -> tuple[StoredRun, ...]:
         """Return all runs without their steps, in the order in which they began."""
@@ -319,10 +293,11 @@ class Store:
             time.sleep(WATCH_SECONDS)
         with self._write() as connection:
             found = query.resolve(address, self.list())
-            busy = [r.address for r in found if r.sign != watched.get(r.row, ()) or r.is_written]
-            if busy:
-                how = "Stop it with %ddp_interrupt in its notebook."
-                raise UserError(f"{', '.join(busy)} is being trained. {how}")
+            alive = [r for r in found if r.sign != watched.get(r.row, ())]
+            alive += [r for r in found if r.status is Status.RUNNING and not r.sign]
+            if alive:
+                names = ", ".join(dict.fromkeys(run.address for run in alive))
+                raise UserError(f"{names} is being trained. Stop it with %ddp_interrupt.")
             connection.executemany("DELETE FROM runs WHERE rowid = ?", [(r.row,) for r in found])
             connection.executemany(
                 "DELETE FROM comparisons WHERE id = ?"
@@ -381,28 +356,29 @@ class Store:
             code = getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF
             is_full = code == sqlite3.SQLITE_FULL
             self._why = "the disk is full" if is_full else str(error.__cause__)
-            if code in CAN_WAIT and self._path.exists():
-                if code != sqlite3.SQLITE_BUSY:
-                    self._write_ends(changes)
-                raise
-            if self._moved:
-                raise
-            self.move(temporary_folder())
-            where = f"in {self.folder} until the kernel ends {ELSEWHERE}"
-            self._moved = f"The runs cannot be written: {self._why}. ddpnb keeps them {where}."
-            self._write_all(changes)
+            keeps = f"The runs cannot be saved: {self._why}. ddpnb keeps them"
+            if not self._is_moved and not (code in CAN_WAIT and self._path.exists()):
+                self.move(temporary_folder())
+                self._is_moved = True
+                self.trouble = f"{keeps} in {self.folder} until the kernel ends {ELSEWHERE}."
+                return self._write_all(changes)
+            if not self._is_moved:
+                self.trouble = f"{keeps} in memory and tries again."
+            if code != sqlite3.SQLITE_BUSY:
+                self._write_ends(changes)
+            raise
+        if not self._is_moved:
+            self.trouble = ""
 
     def _write_ends(self, changes: Sequence[Change]) -> None:
-        """Write only the final status of runs, with the number of their steps in ``changes``."""
-        pending = Counter[str]()
+        """Write only the final status of runs, and how many of their steps are missing."""
         for change in changes:
-            pending[change.run_id] += change.num_steps
-        self._missing += pending
+            self._missing[change.run_id] += change.num_steps
         with contextlib.suppress(StoreError), self._write() as connection:
             for change in changes:
                 if change.is_end:
                     change.write(connection)
-        self._missing -= pending
+        self._missing.clear()
 
     def _prepare(self) -> None:
         self._connection.execute("PRAGMA foreign_keys = ON")
@@ -422,11 +398,6 @@ class Store:
 
     def _format(self) -> int:
         return int(self._connection.execute("PRAGMA user_version").fetchone()[0])
-
-    def _read(self, wanted: str, *values: str) -> Sequence[sqlite3.Row]:
-        """Return all rows that a query finds."""
-        with self._lock, self._store_errors("read"):
-            return self._connection.execute(wanted, values).fetchall()
 
     @contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:
@@ -463,54 +434,58 @@ class Store:
         wanted = f"SELECT rowid FROM {table} {where} ORDER BY rowid"
         return [number for (number,) in self._connection.execute(wanted, values)]
 
-    def _one(self, wanted: str, value: int | str) -> dict[str, Any]:
-        """Return the columns of the only row that a query finds; raise one of ``DAMAGES``."""
-        (row,) = self._connection.execute(wanted, (value,)).fetchall()
+    def _one(self, wanted: str, value: int | str) -> tuple[dict[str, Any], str]:
+        """Return the readable columns of the row that a query finds, and a clause about damage."""
         made: dict[str, Any] = {}
-        for name in set(row.keys()) & READERS.keys():
+        try:
+            (row,) = self._connection.execute(wanted, (value,)).fetchall()
+        except (sqlite3.DataError, ValueError):  # too large, or without a comparison
+            return {}, "the row is damaged"
+        damage = ""
+        for name in READERS.keys() & row.keys():
             try:
                 made[name] = READERS[name](row[name])
             except DAMAGES:
-                raise ValueError(f"the {name} is damaged") from None
-        return made
+                damage = f"the {name} is damaged"
+        return made, damage
 
     def _stored_run(self, number: int) -> StoredRun:
         """Return a run without its steps.  If its row is damaged, the status is UNREADABLE."""
-        try:
-            found = self._one(RUN, number)
-            run_id, found["comparison_id"] = found.pop("id"), found.pop("comparison")
-            found["comparison"], writer = found.pop("title"), found.pop("writer")
-            seen = found.pop("heartbeat", 0.0) or found["created"]
-            alive = found["status"] is not Status.RUNNING or is_written(writer)
-            if alive is False:
-                found["status"] = Status.STOPPED
-                found["detail"] = "the kernel ended; unsaved steps are lost"
-            elif alive is None:
-                found["sign"] = (seen, found["num_events"])
-                if time.time() - seen > SILENT_SECONDS:
-                    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(seen))
-                    host = writer.rsplit(" ", 2)[0]
-                    found["status"] = Status.STOPPED
-                    found["detail"] = f"no sign of life from {host} since {since}"
-            return StoredRun(row=number, run_id=run_id, **found)
-        except DAMAGES as error:
-            found = {"comparison": "unreadable", "comparison_id": ""}
-            with contextlib.suppress(*DAMAGES):
-                found = self._one(OWNER, number)
+        found, damage = self._one(RUN, number)
+        found["comparison_id"] = found.pop("comparison", "")
+        found["comparison"] = found.pop("title", "unreadable")
+        if damage:
             name, status = f"unreadable-{number}", Status.UNREADABLE
             return StoredRun(
-                row=number, run_id=name, name=name, status=status, detail=str(error), **found
+                row=number,
+                run_id=name,
+                comparison_id=found["comparison_id"],
+                comparison=found["comparison"],
+                name=name,
+                status=status,
+                detail=damage,
             )
+        writer, seen = found.pop("writer"), found.pop("heartbeat", 0.0) or found["created"]
+        alive = found["status"] is not Status.RUNNING or is_written(writer)
+        if alive is None:
+            found["sign"] = (seen, found["num_events"])
+        if alive is False:
+            found["status"] = Status.STOPPED
+            found["detail"] = "the kernel ended; unsaved steps are lost"
+        elif alive is None and time.time() - seen > SILENT_SECONDS:
+            since = time.strftime("%Y-%m-%d %H:%M", time.localtime(seen))
+            found["status"] = Status.STOPPED
+            found["detail"] = f"no sign of life from {writer.rsplit(' ', 2)[0]} since {since}"
+        return StoredRun(row=number, run_id=found.pop("id"), **found)
 
     def _comparison(self, stored: StoredRun) -> Comparison:
-        """Return the comparison of a stored run, without runs.  A damaged row has only a name."""
-        known: dict[str, Any] = {"comparison_id": stored.comparison_id, "name": stored.comparison}
-        try:
-            found = self._one("SELECT * FROM comparisons WHERE id = ?", stored.comparison_id)
-            del found["id"]
-            return Comparison(**known | found)
-        except DAMAGES as error:
-            return Comparison(**known, environment={"unreadable": str(error)})
+        """Return the comparison of a stored run, without runs and without damaged columns."""
+        wanted = "SELECT * FROM comparisons WHERE id = ?"
+        found, damage = self._one(wanted, stored.comparison_id)
+        found |= {"comparison_id": stored.comparison_id, "name": stored.comparison}
+        noted = {"unreadable": damage} if damage else {}
+        found["environment"] = found.get("environment", {}) | noted
+        return Comparison(**{name: found[name] for name in found if name != "id"})
 
     def _read_run(self, stored: StoredRun) -> RunSnapshot:
         """Return a stored run with its steps, except damaged steps."""
@@ -521,18 +496,18 @@ class Store:
             spec=stored.spec,
             created=stored.created,
         )
-        damages = [stored.detail] if stored.detail else []
+        details = [stored.detail] if stored.detail else []
         for table in ("batches", "reports"):
             for number in self._rows_of(table, stored.run_id):
+                found, _ = self._one(f"SELECT * FROM {table} WHERE rowid = ?", number)
                 try:
-                    found = self._one(f"SELECT * FROM {table} WHERE rowid = ?", number)
                     if table == "reports":
                         run.add_report(found["report"])
                     else:
                         run.add(_batch(stored, found))
-                except DAMAGES as error:
-                    damages.append(f"a row of its {table} is unreadable ({error})")
-        run.end(stored.status, "; ".join(dict.fromkeys(damages)))
+                except DAMAGES:
+                    details.append(f"a row of its {table} is damaged")
+        run.end(stored.status, "; ".join(dict.fromkeys(details)))
         return run.snapshot()
 
 
@@ -626,20 +601,16 @@ def _batch_row(batch: EventBatch) -> tuple[Any, ...]:
 
 def _batch(stored: StoredRun, row: Mapping[str, Any]) -> EventBatch:
     """Return a row of the table ``batches`` as a batch, and add the run's header to the batch."""
-    rank, rows = row["rank"], np.frombuffer(row["events"], dtype=EVENT)
+    rows = np.frombuffer(row["events"], dtype=EVENT)
     numbers = np.concatenate([rows["step"], rows["staleness"], [0]])
-    if not (np.all(rows["rank"] == rank) and np.all(np.isfinite(rows["seconds"]))):
-        raise ValueError("the steps are damaged")
-    if numbers.min() < NO_STALENESS or numbers.max() > MAX_STEP:
-        raise ValueError("the steps are damaged")
+    is_sound = np.all(rows["rank"] == row["rank"]) and np.all(np.isfinite(rows["seconds"]))
+    if not is_sound or numbers.min() < NO_STALENESS or numbers.max() > MAX_STEP:
+        raise ValueError("damaged steps")
     return EventBatch(
         run_id=stored.run_id,
-        rank=rank,
-        sequence=row["sequence"],
         header=stored.header,
         rows=row["events"],
-        metrics=row["metrics"],
-        marks=row["marks"],
+        **{name: row[name] for name in ("rank", "sequence", "metrics", "marks")},
     )
 
 
@@ -693,81 +664,57 @@ def _fits(value: object, kind: Any) -> bool:
     return isinstance(value, int | float if kind is float else kind)
 
 
-def _json(text: str) -> Any:
-    """Return a value from JSON, with clean texts."""
-    return _clean(json.loads(text))
+def _text(value: str, *, has_lines: bool = False) -> str:
+    """Return a text without control characters.  Only a source may have several lines."""
+    text = CONTROL.sub("", value)
+    return text if has_lines else re.sub(r"\s", " ", text)
 
 
 def _clean(value: Any, *, has_lines: bool = False) -> Any:
-    """Return a value without control characters.  Only a source may have several lines."""
-    match value:
-        case str():
-            text = CONTROL.sub("", value)
-            return text if has_lines else re.sub(r"\s", " ", text)
-        case list():
-            return [_clean(each) for each in value]
-        case dict():
-            return {_clean(k): _clean(v, has_lines=k == "source") for k, v in value.items()}
-    return value
+    """Return a value from JSON with clean texts."""
+    if isinstance(value, dict):
+        return {_text(k): _clean(v, has_lines=k == "source") for k, v in value.items()}
+    if isinstance(value, list):
+        return [_clean(each) for each in value]
+    return _text(value, has_lines=has_lines) if isinstance(value, str) else value
 
 
-def _text(value: object, *, has_lines: bool = False) -> str:
-    if not isinstance(value, str):
-        raise TypeError(value)
-    return str(_clean(value, has_lines=has_lines))
+def _json(text: str) -> Any:
+    return _clean(json.loads(text or "[]"))
 
 
-def _name(value: object) -> str:
-    if (
-        not value or _text(value)[:MAX_NAME] != value
-    ):  # a cleaned name could be the name of another run
+def _name(value: str) -> str:
+    if not value or _text(value)[:1000] != value:  # a cleaned name could be that of another run
         raise ValueError(value)
     return value
 
 
-def _count(value: object) -> int:
-    if not isinstance(value, int) or value < 0:
-        raise TypeError(value)
-    return value
-
-
-def _moment(value: float) -> float:
-    time.localtime(value)  # raises an error if it is no date
-    return float(value)
-
-
-def _writer(text: str) -> str:
-    _, pid, began = text.rsplit(" ", 2)
-    return _text(text) if int(pid) < 2**31 and float(began) else ""
-
-
-def _environment(text: str) -> dict[str, str]:
-    return {str(name): str(value) for name, value in dict(_json(text)).items()}
+def _moment(value: float | None) -> float:
+    time.localtime(value or 0.0)  # raises an error if the year is not possible
+    return float(value or 0.0)
 
 
 def _marks(text: str) -> tuple[Mark, ...]:
     return tuple(
         _from_fields(Mark, {"rank": r, "seconds": s, "text": t, "kind": MarkKind(kind)})
-        for r, s, t, kind in _json(text or "[]")
+        for r, s, t, kind in _json(text)
     )
 
 
 READERS: Mapping[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("id", "comparison", "title", "name", "comparison_id"), _name),
+    **dict.fromkeys(("id", "comparison", "title", "name"), _name),
     **dict.fromkeys(("task", "detail"), _text),
-    **dict.fromkeys(("repeat", "num_events", "num_ranks", "sequence"), _count),
-    "created": _moment,
+    **dict.fromkeys(("repeat", "num_events", "num_ranks", "rank", "sequence"), operator.index),
+    **dict.fromkeys(("created", "heartbeat"), _moment),
     "status": Status,
-    "writer": _writer,
-    "heartbeat": lambda seconds: _moment(seconds or 0.0),
+    "writer": lambda text: re.findall(r"^.* \d{1,9} \d+\.\d+$", _text(text))[0],
     "spec": lambda text: from_text(RunSpec, text) if text else None,
     "header": lambda text: from_text(RunHeader, text) if text else None,
     "source": partial(_text, has_lines=True),
     "specs": lambda text: tuple(_from_fields(RunSpec, each) for each in _json(text)),
-    "environment": _environment,
-    "rank": int,
+    "environment": lambda text: {str(k): str(v) for k, v in _json(text).items()},
     "events": bytes,
-    "metrics": lambda text: tuple(map(tuple, _json(text or "[]"))),
+    "metrics": lambda text: tuple(map(tuple, _json(text))),
     "marks": _marks,
     "report": partial(from_text, RunReport),
 }

@@ -45,10 +45,7 @@ def ranks_table(states: Sequence[RankState], doing: Mapping[int, str] | None = N
 
 
 def runs_table(runs: Sequence[StoredRun]) -> Table:
-    """Return a table of the stored runs, newest first.  Repeats of a strategy share one row.
-
-    ``runs`` are in the order in which they began, because a clock may have been changed.
-    """
+    """Return a table of ``runs``, last run first.  Repeats of a strategy share one row."""
     by_name: dict[tuple[str, str], list[StoredRun]] = {}
     for run in runs[::-1]:
         by_name.setdefault((run.comparison_id, run.name), []).append(run)

@@ -178,5 +178,5 @@ def test_a_comparison_ends_well_after_its_folder_is_removed(tmp_path: Path):
         shutil.rmtree(folder)
         other.close()
         assert kernel.wait(cell, timeout=120).passed
-        assert cell.stderr.count("The runs cannot be written") == 1, cell.stderr
+        assert cell.stderr.count("The runs cannot be saved") == 1, cell.stderr
         assert "finished" in kernel.value("ddpnb.runs('removed').text()")

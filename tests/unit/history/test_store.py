@@ -245,7 +245,7 @@ def test_a_folder_that_only_looks_writable_is_not_used(
 
 
 def fill_the_disk(store: Store, num_pages: int = 30) -> None:
-    store._read(f"PRAGMA max_page_count = {num_pages}")
+    store._connection.execute(f"PRAGMA max_page_count = {num_pages}")
 
 
 def test_runs_lie_in_the_project_or_beside_the_notebook(tmp_path: Path):
