@@ -6,7 +6,6 @@ from typing import Any
 
 from IPython.display import Code
 
-from ddpnb.cluster.interrupts import noted_interrupts
 from ddpnb.history.query import matching
 from ddpnb.hosts.spec import HostsSpec
 from ddpnb.protocol.calls import calls
@@ -106,7 +105,6 @@ def status() -> Table:
 
 
 @twin()
-@noted_interrupts()
 def interrupt() -> str:
     """Stop cells and comparisons in the background.  Same as ``%ddp_interrupt``.
 
@@ -181,14 +179,12 @@ def run_script(
 
 
 @twin()
-@noted_interrupts()
 def push(ranks: str | None = None, **variables: object) -> None:
     """Copy variables to the ranks: ``ddpnb.push(a=1, b=2)``.  Same as ``%ddp_push``."""
     push_to(this_session().free_cluster(), variables, ranks)
 
 
 @twin()
-@noted_interrupts()
 def pull(expression: str, *, ranks: str | None = None) -> Any:
     """Copy a value from the ranks: ``ddpnb.pull("loss")``.  Same as ``%ddp_pull``.
 
@@ -326,7 +322,6 @@ def export(name: str, path: Path | str) -> str:
 
 
 @twin()
-@noted_interrupts()
 def check(*names: str) -> ReplicaCheck:
     """Compare the replicas of all ranks: ``ddpnb.check("model")``.  Same as ``%ddp_check``.
 
@@ -346,7 +341,6 @@ def check(*names: str) -> ReplicaCheck:
 
 
 @twin(options_of(SamplerSpec))
-@noted_interrupts()
 def samples(name: str = "", **choices: Any) -> Handout:
     """Show which rank gets which samples: ``ddpnb.samples(n=30)``.  Same as ``%ddp_samples``.
 
@@ -365,7 +359,6 @@ def samples(name: str = "", **choices: Any) -> Handout:
 
 
 @twin(options_of(CollectiveSpec))
-@noted_interrupts()
 def show_collective(name: str, *, ranks: str | None = None, **choices: Any) -> CollectiveResult:
     """Run one collective on the ranks and show its effect.  Same as ``%ddp_show``.
 
@@ -404,7 +397,6 @@ def last_trace() -> TraceResult:
 
 
 @twin(options_of(InspectSpec), options_of(TrainingSpec, *INSPECTED))
-@noted_interrupts()
 def inspect(
     model: str = "", *, source: str = "", run: str = "", **choices: Any
 ) -> DdpInspection | AsyncInspection:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from inspect import Parameter
 from typing import ParamSpec, TypeVar
 
+from ddpnb.cluster.interrupts import noted_interrupts
 from ddpnb.protocol.errors import UserError, closest
 from ddpnb.protocol.options import Option
 
@@ -22,7 +23,7 @@ def twin(
     """Return a decorator that adds the options in ``groups`` to a function's signature and help.
 
     The function receives the options as ``**choices``.  An unknown or missing argument raises a
-    ``UserError``.
+    ``UserError``.  An interrupt is raised only where it does no harm.
     """
     options = {name: each for group in groups for name, each in group.items()}
 
@@ -49,7 +50,8 @@ def twin(
                 name = function.__name__
                 advice = f"did you mean {near}?" if near else f"type ddpnb.{name}? for help."
                 raise UserError(f"{name}: {error}; {advice}") from None
-            return function(*args, **kwargs)
+            with noted_interrupts():
+                return function(*args, **kwargs)
 
         call.__signature__ = signature  # type: ignore[attr-defined]
         lines = (f"    {each.keyword}: {_help_in_python(each)}." for each in added)

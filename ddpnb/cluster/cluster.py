@@ -15,7 +15,7 @@ from ddpnb.cluster.interrupts import noted_interrupts
 from ddpnb.cluster.link import Exit, Member, Service
 from ddpnb.cluster.placement import ClusterSpec, Placement, rank_settings
 from ddpnb.cluster.processes import LocalProcesses, Processes, StartProcesses, wait_until
-from ddpnb.cluster.wording import restart, say, sentence, them
+from ddpnb.cluster.wording import deaths, restart, say, sentence, them
 from ddpnb.compat.probe import missing_features
 from ddpnb.protocol.calls import Result, calls
 from ddpnb.protocol.cell_messages import StaleVariable
@@ -200,9 +200,8 @@ class Cluster:
         """Raise UserError unless all of ``ranks`` are alive."""
         if self.lost is not None:
             raise UserError(self.remedy())
-        for rank in ranks:
-            if (exit_ := self.exits.get(rank)) is not None:
-                raise UserError(f"Rank {rank} {exit_}. {self.remedy()}")
+        if dead := {rank: str(self.exits[rank]) for rank in ranks if rank in self.exits}:
+            raise UserError(f"{sentence(deaths(dead))} {self.remedy(dead)}")
 
     def remedy(self, died: Collection[int] = ()) -> str:
         """Return the sentences that say how to continue now, after ranks have ``died``."""

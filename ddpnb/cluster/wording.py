@@ -1,6 +1,6 @@
 """Builds the phrases about ranks that appear in messages.  Runs in the kernel."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from ddpnb.protocol.notation import format_ranks, spoken_ranks
 
@@ -32,3 +32,11 @@ def sentence(text: str) -> str:
 def restart(ranks: Collection[int]) -> str:
     """Return the ``%ddp_restart`` command that restarts these ranks."""
     return f"%ddp_restart --ranks {format_ranks(ranks)}"
+
+
+def deaths(causes: Mapping[int, str]) -> str:
+    """Return clauses that say how ranks died; ``causes`` maps each rank to its cause."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, cause in causes.items():
+        ranks_of.setdefault(cause, []).append(rank)
+    return "; ".join(say(sorted(ranks), cause) for cause, ranks in ranks_of.items())

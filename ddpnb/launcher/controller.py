@@ -36,6 +36,9 @@ class LocalController(IPController):  # type: ignore[misc]  # has no type hints
         address, _, port = url.rpartition("-")
         return f"{address}:{port}"
 
+    def init_signal(self) -> None:
+        """Let signals kill the controller, so that the fork server reports the signal."""
+
     def init_hub(self) -> None:
         """Make the hub ignore copies of calls, results and output, which the hub does not store.
 

@@ -246,7 +246,7 @@ def remove_folder(folder: Path) -> None:
 MARK = "IPYTHONDIR"
 """The environment variable that has the run folder in each process of a cluster."""
 KEEP = "DDPNB_KEEP"
-"""ddpnb does not kill a program if this environment variable is set when the program starts."""
+"""ddpnb does not kill a program in a session of its own that has this environment variable."""
 
 
 def kill_programs(folder: Path, descendants: Iterable[psutil.Process] = ()) -> bool:

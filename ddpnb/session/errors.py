@@ -9,7 +9,7 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.hangs import Hang
 from ddpnb.cluster.interrupts import Interrupted
 from ddpnb.cluster.outcome import Outcome
-from ddpnb.cluster.wording import say
+from ddpnb.cluster.wording import deaths, say
 from ddpnb.protocol.cell_messages import CellReport, Failure, StaleVariable
 from ddpnb.protocol.errors import OneLine, UserError
 from ddpnb.protocol.notation import spoken_ranks
@@ -164,11 +164,8 @@ def summarize(failures: Sequence[Failure], remedy: Remedy) -> str:
 
 def _deaths(dead: Sequence[Failure], remedy: Remedy) -> str:
     """Return sentences that say how ranks died, with the command that restarts the ranks."""
-    ranks_of: dict[str, list[int]] = {}
-    for failure in dead:
-        ranks_of.setdefault(failure.text, []).append(failure.rank)
-    said = [say(sorted(ranks), text) for text, ranks in ranks_of.items()]
-    return f"{'; '.join(said)}. {remedy([failure.rank for failure in dead])}"
+    said = deaths({failure.rank: failure.text for failure in dead})
+    return f"{said}. {remedy([failure.rank for failure in dead])}"
 
 
 def render_failures(failures: Sequence[Failure], remedy: Remedy) -> list[str]:

@@ -13,7 +13,6 @@ from ddpnb.cluster.call import Call
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.interrupts import noted_interrupts
 from ddpnb.cluster.placement import ClusterSpec
-from ddpnb.cluster.wording import restart, say
 from ddpnb.history.model import Status
 from ddpnb.history.query import all_names
 from ddpnb.history.recorder import Recorder, new_id
@@ -285,10 +284,7 @@ class Session:
 
     def _replace(self, ranks: str, progress: OnProgress) -> Table:
         cluster = self.free_cluster()
-        chosen = parse_ranks(ranks, len(cluster.ranks))
-        if others := set(cluster.dead) - set(chosen):
-            also = f"{say(others, 'is also dead')}, so run {restart({*others, *chosen})} instead"
-            raise UserError(f"A process group needs all ranks, but {also}.")
+        chosen = sorted({*parse_ranks(ranks, len(cluster.ranks)), *cluster.dead})
         progress(f"restarting {spoken_ranks(chosen)}")
         warn_stale(cluster.bring_back(chosen))
         return with_notes(ranks_table(cluster.states), cluster)

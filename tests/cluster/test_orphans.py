@@ -14,11 +14,18 @@ from ddpnb.protocol.errors import UserError
 from tests.cluster import rig
 from tests.programs import python
 
-OWNER = """
+STARTS = """
+import os, subprocess
+for words in ("", "setsid", "setsid -f", "nohup setsid"):
+    subprocess.Popen([*words.split(), "sleep", "1000"])
+"""
+"""Starts programs, also in sessions of their own and without a parent."""
+OWNER = f"""
 import json, sys
 from tests.cluster import rig
+STARTS = {STARTS!r}
 with rig.started(2) as cluster:
-    rig.run(cluster, rig.ALL_REDUCE + "import subprocess; subprocess.Popen(['sleep', '1000'])")
+    rig.run(cluster, rig.ALL_REDUCE + STARTS)
     rig.begin(cluster, "dist.all_reduce(total) if rank else __import__('time').sleep(1000)")
     pids = [process.pid for process in rig.processes_of(cluster)]
     print(json.dumps([str(cluster.folder), pids]), flush=True)
@@ -77,3 +84,19 @@ def test_the_end_of_a_service_is_reported_and_nothing_outlives_it(service: Servi
         cluster.stop()
         assert not cluster.folder.exists()
         assert not [process for process in processes if rig.is_alive(process)]
+
+
+def test_a_stop_ends_programs_without_the_clusters_environment_but_none_that_is_kept():
+    with rig.started(2) as cluster:
+        start = "subprocess.Popen(['setsid', 'sleep', '1000'], env={})"
+        rig.run(cluster, STARTS + start)
+        more = "env={**os.environ, 'DDPNB_KEEP': '1'}, start_new_session=True"
+        rig.run(cluster, f"kept = subprocess.Popen(['sleep', '1000'], {more})")
+        kept = [psutil.Process(pid) for pid in rig.pull(cluster, "kept.pid")]
+        processes = {*rig.processes_of(cluster)} - {*kept}
+        assert len(processes) >= 2 + 2 * 6
+        cluster.stop()
+        assert not [process for process in processes if rig.is_alive(process)]
+        assert all(rig.is_alive(process) for process in kept)
+        for process in kept:
+            process.kill()

@@ -1,13 +1,15 @@
 import os
+import random
 import re
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 
-from tests.cluster.rig import FORKS, wait_until
+from tests.cluster.rig import ALL_REDUCE, FORKS, wait_until
 from tests.kernel.client import Kernel
 
 pytestmark = pytest.mark.usefixtures("unharmed")
@@ -212,3 +214,48 @@ def test_a_run_that_had_trained_to_its_end_keeps_all_but_its_evaluation(kernel: 
     assert kernel.value("run.status.value, run.reports[0].evaluation_was_cut") == "finished True"
     rate = "256 / max(report.seconds for report in run.reports)"
     assert kernel.value(f"result.to_frame().samples_per_second[0] / ({rate})") == "1.0"
+
+
+COMMANDS = {
+    "cell": "%%ddp\ntime.sleep(0.3)",
+    "restart": "%ddp_restart --ranks 1",
+    "push": "big = 'x' * 50_000_000\n%ddp_push big",
+    "pull": "%ddp_pull torch.ones(5_000_000) --as pulled",
+    "check": "%ddp_check total",
+    "comparison": "%ddp_compare ddp async --task digits --epochs 1 --no-baseline",
+    "inspection": "%ddp_inspect --task digits",
+    "samples": "%ddp_samples",
+    "collective": "%ddp_show all_reduce",
+    "positions": "%ddp_why\n%ddp_status",
+}
+LAST = "import time; time.sleep(0.2)"
+"""Keeps a cell running, because ipykernel may lose an interrupt between two cells."""
+NUM_MOMENTS = int(os.environ.get("DDPNB_NUM_MOMENTS", "3"))
+"""The number of interrupts of each command."""
+
+
+@pytest.mark.parametrize("source", COMMANDS.values(), ids=COMMANDS)
+def test_an_interrupt_at_any_moment_of_a_command_keeps_the_session_and_the_variables(
+    kernel: Kernel, source: str
+):
+    assert kernel.run(f"%%ddp\n{ALL_REDUCE}").passed
+    usual = kernel.run(source).passed.seconds
+    draw, is_restart = random.Random(source), source == COMMANDS["restart"]
+    for _ in range(NUM_MOMENTS):
+        assert kernel.run("%%ddp\nkept = rank + 10").passed
+        cell = kernel.begin(source if source.startswith("%%") else f"{source}\n{LAST}")
+        time.sleep(draw.uniform(0, usual))
+        interrupted_at = time.monotonic()
+        kernel.interrupt()
+        kernel.wait(cell)
+        assert cell.error in ("", "KeyboardInterrupt"), cell.text
+        following = kernel.run(f"%%ddp\n{ALL_REDUCE}\nglobals().get('kept'), total.item()")
+        if following.error and is_restart:  # rank 1 had been killed and not yet started
+            assert "Run %ddp_restart --ranks 1 to" in following.refusal
+            kernel.run("%ddp_restart --ranks 1")
+            following = kernel.run(f"%%ddp\n{ALL_REDUCE}\nglobals().get('kept'), total.item()")
+        assert time.monotonic() - interrupted_at < 15, "usually less than 3 s"
+        others = ["(11, 2.0)"], ["(None, 2.0)"]  # None if rank 1 has been restarted
+        assert following.by_rank[0] == ["(10, 2.0)"], following.text
+        assert following.by_rank[1] in others[: 1 + is_restart]
+        kernel.run("%%ddp\nkept = rank + 10")

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -61,6 +62,25 @@ def served(folder, monkeypatch) -> Iterator[tuple[ForkServerLink, list[Exit]]]:
     link.begin_stop()
     thread.join(10)
     link.close()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_answers_arrive_whole_however_a_rank_is_suspended(folder, seed):
+    """A rank may be stopped within an answer, also within its length."""
+    draw = random.Random(seed)
+    ours, kernel = Pipe()
+    rank, pipe = Pipe()
+    server = Forkserver(kernel=kernel, folder=folder, unread={0: b""})
+    answers = [{"id": n, "value": "x" * draw.choice([0, 10, 9000])} for n in range(20)]
+    for each in answers:
+        rank.send_bytes(json.dumps(each).encode())
+    sent = os.read(pipe.fileno(), 1_000_000)
+    while sent:
+        size = draw.choice([1, 3, 5, 100, 20_000])
+        os.write(rank.fileno(), sent[:size])
+        sent = sent[size:]
+        server.on_rank(0, pipe)
+    assert [json.loads(ours.recv_bytes()) for _ in answers] == answers
 
 
 @pytest.mark.parametrize("error", [OSError, TypeError, KeyError])
