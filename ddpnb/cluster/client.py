@@ -160,7 +160,7 @@ def connected_client(path: Path, while_waiting: Callable[[], object]) -> ipp.Cli
         try:
             # Without a folder, IPython warns if the user's home is read-only.
             return ipp.Client(str(path), timeout=CONNECT_SECONDS, ipython_dir=str(path.parent))
-        except TimeoutError:
+        except OSError:  # such as TimeoutError, or the file was removed
             while_waiting()
             if time.monotonic() > deadline:
                 raise
