@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -200,6 +200,8 @@ class Run:
         ended_at = time.monotonic()
         injector.join(40)
         case.seconds = max(0.0, ended_at - self.struck_at)
+        if len(case.faults) == 2 and ended_at < self.struck_at:
+            self.struck = None  # the message could not know the second fault
         if source.startswith("%%ddp\n"):
             num_lines = 20_002 if case.phase == "printing" else 2
             case.found += judges.missing_output(cell, case.num_ranks, num_lines)
@@ -326,8 +328,8 @@ def run_cases(cases: list[Case], folder: Path) -> list[Case]:
 def run_groups(groups: list[list[Case]], folder: Path, num_jobs: int) -> Iterator[Case]:
     """Run groups of cases, several at once, each in a kernel of its own. Yield ended cases."""
     with ProcessPoolExecutor(num_jobs, mp_context=get_context("spawn")) as pool:
-        for cases in pool.map(run_cases, groups, [folder] * len(groups)):
-            yield from cases
+        for ended in as_completed([pool.submit(run_cases, cases, folder) for cases in groups]):
+            yield from ended.result()
 
 
 def main() -> int:

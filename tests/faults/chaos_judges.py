@@ -53,7 +53,7 @@ def false_blame(text: str, hit: dict[str, str], *, is_sure: bool) -> list[str]:
     gone = gone_ranks(text, commands(text))
     died = {name: kind for name, kind in hit.items() if kind in DEADLY}
     if services := [name for name in SERVICES if name in died]:
-        is_named = any(name in text for name in services)
+        is_named = any(name.removeprefix("run ") in text for name in services)
         return [] if is_named else [f"{services[0]}: the message does not name it"]
     found = [f"the {each} is blamed" for each in SERVICES if f"{each} was killed" in text]
     for name in (name for name in died if name.startswith("rank ")):
