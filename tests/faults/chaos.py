@@ -59,20 +59,20 @@ class Slow(nn.Sequential):
 def model(): return Slow(nn.Linear(4, 2))
 """
 PHASES = {
-    "idle": (0.0, 10, "pass"),
+    "idle": (0.0, 20, "pass"),
     "start": (2.5, 25, "%ddp_stop", "%ddp_start -n {n} --device cpu"),
     "restart": (2.5, 25, "%ddp_restart"),
     "restart of a rank": (1.0, 25, "%ddp_restart --ranks 0"),
-    "computing": (1.5, 15, IN_CELL.format("", 200, COMPUTE)),
-    "printing": (0.5, 15, IN_CELL.format("", 20_000, "print(rank, n)")),
-    "in a collective": (1.0, 15, IN_CELL.format("", 999, SUM)),
-    "push and pull": (1.0, 15, "import numpy\nbig = numpy.ones(2_000_000)", SEND),
+    "computing": (1.5, 20, IN_CELL.format("", 200, COMPUTE)),
+    "printing": (0.5, 20, IN_CELL.format("", 20_000, "print(rank, n)")),
+    "in a collective": (1.0, 20, IN_CELL.format("", 999, SUM)),
+    "push and pull": (1.0, 20, "import numpy\nbig = numpy.ones(2_000_000)", SEND),
     "check": (0.5, 30, TRAIN.format("ddp", 0, True)),
     "ddp": (1.5, 25, TRAIN.format("ddp", 30, True)),
     "async": (1.5, 30, TRAIN.format("async", 30, True)),
     "hogwild": (1.5, 30, TRAIN.format("hogwild", 30, True)),
     "evaluation": (0.1, 25, TRAIN.format("ddp", 30, False)),
-    "no-wait": (1.5, 15, IN_CELL.format(" --no-wait", 200, COMPUTE), "_.wait(60)"),
+    "no-wait": (1.5, 20, IN_CELL.format(" --no-wait", 200, COMPUTE), "_.wait(60)"),
     "stop": (0.4, 20, "open('sign', 'w').close()\n%ddp_stop"),
 }
 """For each phase: the longest time from the file sign to the fault, the longest time from the fault
@@ -162,7 +162,8 @@ class Run:
     def cell(self, source: str, limit: float = 60.0, cell: Cell | None = None) -> Cell:
         """Run a cell. Raise TimeoutError if the cell takes too long or the kernel dies."""
         began, cell = time.monotonic(), cell or self.kernel.begin(source)
-        limit *= max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+        if limit > PATIENCE_SECONDS:
+            limit *= max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
         idle = (cell.request, "status", {"execution_state": "idle"})
         while not cell.status and time.monotonic() < began + limit and self.process.poll() is None:
             with suppress(TimeoutError):
@@ -200,6 +201,7 @@ class Run:
         ended_at = time.monotonic()
         injector.join(40)
         case.seconds = max(0.0, ended_at - self.struck_at)
+        case.transcript.append(f"(hit: {self.struck})")
         if len(case.faults) == 2 and ended_at < self.struck_at:
             self.struck = None  # the message could not know the second fault
         if source.startswith("%%ddp\n"):
@@ -216,7 +218,7 @@ class Run:
         sign.unlink(missing_ok=True)
         for fault in self.case.faults:
             time.sleep(fault.after)
-            deadline = time.monotonic() + 3.0
+            deadline = time.monotonic() + 15.0
             while {*fault.names} - {*(found := self.targets())} and time.monotonic() < deadline:
                 time.sleep(0.01)
             for name in {*fault.names} & {*found}:
