@@ -182,7 +182,7 @@ class Run:
         _, limit, *before, source = PHASES[case.phase]
         self.cell(f"n = {case.num_ranks}\n%ddp_start -n {{n}} --device cpu")
         self.cell(SETUP.format(is_daemon=case.number % 5 == 4))
-        assert len(self.targets()) == case.num_ranks + 6, case.transcript
+        assert len(self.targets()) == case.num_ranks + 6, self.targets()
         for each in before:
             self.cell(each)
         injector = threading.Thread(target=self.inject, daemon=True)
@@ -239,7 +239,7 @@ class Run:
     def targets(self) -> dict[str, Any]:
         """Return the ids of the kernel's processes by name, and the run folder."""
         found: dict[str, Any] = {"kernel": self.process.pid, "notebook": self.process.pid}
-        for each in sorted(self.marked(), key=lambda process: process.pid):
+        for each in sorted(self.marked(), key=lambda one: one.info["ppid"] != self.process.pid):
             words, parent = each.info["cmdline"] or [], each.info["ppid"]
             if words == ["sleep", "1000"]:
                 found["child"] = each.pid
