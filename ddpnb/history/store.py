@@ -210,15 +210,8 @@ class Store:
         """Store a run before its training; the comparison must have begun."""
         state = (writer_of(psutil.Process()), run.status, to_text(run.spec) if run.spec else None)
         row = (run.run_id, comparison_id, run.name, run.repeat, run.created, *state)
-
-        def insert(connection: sqlite3.Connection) -> None:
-            columns = connection.execute("PRAGMA table_info(runs)")
-            if "heartbeat" not in {column["name"] for column in columns}:  # an earlier version
-                connection.execute("ALTER TABLE runs ADD COLUMN heartbeat REAL")
-            connection.execute(INSERT_RUN, row)
-
         self._writer.running.add(run.run_id)
-        self._writer.put(Change(write=insert))
+        self._writer.put(Change(write=lambda connection: connection.execute(INSERT_RUN, row)))
 
     def append(self, batch: EventBatch) -> None:
         """Add a batch.  It is written within ``flush_seconds``."""
@@ -350,20 +343,25 @@ class Store:
             with self._write() as connection:
                 for change in changes:
                     change.write(connection)
-                beats = [(time.time(), run_id) for run_id in tuple(self._writer.running)]
-                connection.executemany("UPDATE runs SET heartbeat = ? WHERE id = ?", beats)
+                columns = {row["name"] for row in connection.execute("PRAGMA table_info(runs)")}
+                if "heartbeat" not in columns:  # the file of an earlier version
+                    connection.execute("ALTER TABLE runs ADD COLUMN heartbeat REAL")
+                for run_id in tuple(self._writer.running):
+                    beat = (time.time(), run_id)
+                    connection.execute("UPDATE runs SET heartbeat = ? WHERE id = ?", beat)
         except StoreError as error:
             code = getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF
             is_full = code == sqlite3.SQLITE_FULL
             self._why = "the disk is full" if is_full else str(error.__cause__)
             keeps = f"The runs cannot be saved: {self._why}. ddpnb keeps them"
-            if not self._is_moved and not (code in CAN_WAIT and self._path.exists()):
-                self.move(temporary_folder())
-                self._is_moved = True
-                self.trouble = f"{keeps} in {self.folder} until the kernel ends {ELSEWHERE}."
-                return self._write_all(changes)
+            must_move = not (code in CAN_WAIT and self._path.exists())
             if not self._is_moved:
                 self.trouble = f"{keeps} in memory and tries again."
+                if must_move:
+                    self._is_moved = True
+                    self.move(temporary_folder())
+                    self.trouble = f"{keeps} in {self.folder} until the kernel ends {ELSEWHERE}."
+                    return self._write_all(changes)
             if code != sqlite3.SQLITE_BUSY:
                 self._write_ends(changes)
             raise

@@ -32,7 +32,7 @@ class Writer:
     nothing is queued and no run is in progress.
 
     Args:
-        write: function that writes all changes or none, and raises a ``StoreError`` if it fails.
+        write: function that writes all changes or none, and raises an error if it fails.
         seconds: number of seconds for which changes are collected before they are written.
     """
 
@@ -40,7 +40,7 @@ class Writer:
         self.queue: list[Change] = []
         self.running: set[str] = set()
         """The ids of the runs in progress."""
-        self.failure: StoreError | None = None
+        self._failure: Exception | None = None
         """The error of the last write; None if the last write succeeded."""
         self._write = write
         self._seconds = seconds
@@ -61,26 +61,28 @@ class Writer:
     def flush(self, seconds: float) -> None:
         """Write all queued changes now; raise a ``StoreError`` if this fails or takes longer."""
         with self._state:
-            self.failure, self._is_due = None, True
+            self._failure, self._is_due = None, True
             self._state.notify_all()
-            self._state.wait_for(lambda: not self.queue or self.failure, seconds)
+            self._state.wait_for(lambda: not self.queue or self._failure, seconds)
             if self.queue:
-                raise self.failure or StoreError(f"The disk did not answer within {seconds:g} s.")
+                why = self._failure or f"The disk did not answer within {seconds:g} s."
+                raise StoreError(str(why)) from self._failure
 
     def _run(self) -> None:
         while True:
             with self._state:
                 self._state.wait_for(lambda: self._is_due, self._seconds)
-                self._is_due, changes, failure = False, tuple(self.queue), None
+                self._is_due, changes = False, tuple(self.queue)
                 if not (changes or self.running):
                     self._thread = None
                     return
+            failure = None
             try:
                 self._write(changes)
-            except StoreError as error:
+            except Exception as error:  # noqa: BLE001  the thread tries again
                 failure = error
             with self._state:
-                self.failure = failure
+                self._failure = failure
                 if failure is None:
                     del self.queue[: len(changes)]
                 self._state.notify_all()

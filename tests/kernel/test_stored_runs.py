@@ -174,7 +174,7 @@ def test_a_comparison_ends_well_after_its_folder_is_removed(tmp_path: Path):
     folder.mkdir()
     with kernel_in(folder) as kernel:
         kernel.run("import ddpnb\n%ddp_start -n 2 --device cpu")
-        cell, other = training(kernel, "removed", 40)
+        cell, other = training(kernel, "removed", 20)
         shutil.rmtree(folder)
         other.close()
         assert kernel.wait(cell, timeout=120).passed

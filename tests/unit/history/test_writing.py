@@ -201,6 +201,8 @@ def test_the_latest_run_is_the_one_that_began_last(tmp_path: Path, jump: float):
 def test_the_file_of_an_earlier_version_gets_heartbeats_and_stays_readable(tmp_path: Path):
     store = Store(tmp_path)
     store._connection.execute("ALTER TABLE runs DROP COLUMN heartbeat")
+    recorded(store, said := [], "empty")
+    assert (store.folder, said) == (tmp_path, [])
     recorder = recorded(store, [], "race")
     run_id = train(recorder, "ddp", range(1))
     store.flush()
