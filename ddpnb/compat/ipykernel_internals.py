@@ -19,6 +19,7 @@ import termios
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from io import StringIO
 from typing import Any
 
@@ -107,15 +108,7 @@ def name_cells(shell: InteractiveShell, numbers: Mapping[str, int]) -> None:
 
 
 class Header(dict[str, Any]):
-    """The header of a request.  Each ``write`` of ipykernel hashes all its items."""
-
-    def __init__(self, fields: Mapping[str, Any]) -> None:
-        super().__init__(fields)
-        self._items = frozenset(fields.items())  # a set computes its hash only once
-
-    def items(self) -> Any:
-        """Return the header's items."""
-        return self._items
+    """A dictionary that can have attributes."""
 
 
 def streams() -> "list[DescriptorStream]":
@@ -143,10 +136,15 @@ class DescriptorStream(OutStream):
     """The latest text of a flood, which is not shown yet; None if there is no flood."""
 
     def set_parent(self, parent: Any) -> None:
-        """Set the request whose cell writes the text.  Keep only two fields of its header."""
+        """Set the request whose cell writes the text.
+
+        Each ``write`` of ipykernel hashes the items of the request's header.  So keep only two
+        items, in a set, which computes its hash only once.
+        """
         header = parent.get("header", {})
-        kept = {name: header[name] for name in ("msg_id", "session") if name in header}
-        super().set_parent(kept and {"header": Header(kept)})  # type: ignore[no-untyped-call]
+        kept = Header({name: header[name] for name in ("msg_id", "session") if name in header})
+        vars(kept)["items"] = partial(frozenset, frozenset(kept.items()))
+        super().set_parent(kept and {"header": kept})  # type: ignore[no-untyped-call]
 
     def write(self, string: str) -> Any:
         """Write to the notebook, and return the number of characters."""
@@ -219,14 +217,15 @@ class DescriptorStream(OutStream):
                 OutStream.write(self, string[:num_shown])
                 if self._room > 0:
                     return len(string)
-                self._held, self._num_left_out, self._num_kept = StringIO(), 0, 0
                 self._separator = "" if string[:num_shown].endswith("\n") else "\n"
+                self._num_left_out, self._num_kept, self._held = 0, 0, StringIO()
             for at in range(num_shown, len(string), SHOWN_END):
                 self._held.write(string[at : at + SHOWN_END])
                 if self._held.tell() > 2 * SHOWN_END:
-                    text, self._held = self._held.getvalue(), StringIO()
-                    self._held.write(text[-SHOWN_END:])
+                    text = self._held.getvalue()
                     self._leave_out(text[:-SHOWN_END])
+                    self._held = StringIO()
+                    self._held.write(text[-SHOWN_END:])
             if earned > 2 * SHOWN_END:
                 self._end_flood()
                 self._room, self._granted_at = SHOWN_END, now

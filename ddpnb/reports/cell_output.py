@@ -5,7 +5,6 @@ import json
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
 from operator import itemgetter
 from typing import Any, final
 
@@ -29,11 +28,8 @@ KINDS = {"display_data": "display", "execute_result": "value", "update_display_d
 
 Message = dict[str, Any]
 
-
-@cache
-def _displays() -> Displays:
-    """Return the displays of all cells.  A cell can update the displays of earlier cells."""
-    return Displays()
+DISPLAYS = Displays()
+"""The displays of all cells.  A cell can update the displays of earlier cells."""
 
 
 @final
@@ -50,8 +46,7 @@ class CellOutput:
         self._on_clear = on_clear
         self._merger = OutputMerger(self._ranks)
         self._bars = Bars()
-        self._displays = _displays()
-        self._cell = self._displays.begin_cell()
+        self._cell = DISPLAYS.begin_cell()
         self._shown: deque[Run] = deque(maxlen=MAX_KEPT)
         """All output except progress bars, to redraw it after a rank clears its output."""
         self._clearing: set[int] = set()
@@ -71,8 +66,8 @@ class CellOutput:
             if kind == "stream":
                 self._merger.write(rank, content["name"], content["text"])
             else:
-                with self._displays.lock:
-                    item = self._displays.item(rank, KINDS[kind], content, self._cell)
+                with DISPLAYS.lock:
+                    item = DISPLAYS.item(rank, KINDS[kind], content, self._cell)
                 self._merger.add(rank, [item])
 
     def finish(self, rank: int) -> None:
@@ -111,8 +106,8 @@ class CellOutput:
         """Clear the cell, and show again all output that its ranks have not cleared."""
         for rank in self._ranks:
             items = [item for ranks, items in self._shown if rank in ranks for item in items]
-            with self._displays.lock:
-                current = [self._displays.current(rank, item) for item in items]
+            with DISPLAYS.lock:
+                current = [DISPLAYS.current(rank, item) for item in items]
             self._merger.put_back(rank, current)
         runs = self._merger.take(at_once=True)
         self._shown.clear()
@@ -138,7 +133,7 @@ class CellOutput:
                     text += f"{label} {separator.join(texts)}\n"
                 else:
                     for each in texts:
-                        with self._displays.lock:
+                        with DISPLAYS.lock:
                             self._show_bundle(ranks, kind, json.loads(each))
                 if kind not in ("bar", "update"):
                     self._shown.append((ranks, [(kind, each) for each in texts]))
@@ -148,13 +143,13 @@ class CellOutput:
         """Show a display, or the value of the cell, under the label of its ranks."""
         name, label, data = bundle.get("name"), label_of(ranks), bundle["data"]
         if kind == "update" and name is not None:
-            self._displays.update(ranks, bundle)
+            DISPLAYS.update(ranks, bundle)
         elif kind == "value" and set(data) == {"text/plain"}:
             text = data["text/plain"]
             separator = "\n" if "\n" in text else " "
             write("stdout", f"{label}{separator}{text}\n")
         elif name is not None:
-            self._displays.show(ranks, bundle)
+            DISPLAYS.show(ranks, bundle)
         else:
             write("stdout", f"{label}\n")
             show(data, bundle["metadata"])
