@@ -273,7 +273,9 @@ class Run:
                 case.followed.append(advice)
                 answer = self.cell(advice)
                 if answer.error:
-                    case.found.append(f"{advice} fails: {answer.error_text.splitlines()[-1][:99]}")
+                    last = answer.error_text.splitlines()[-1][:99]
+                    is_known = len(case.followed) >= len(case.faults)  # no fault came since
+                    case.found += [f"{advice} fails: {last}"] * is_known
                     message = answer
                     continue
             usable = self.cell(USABLE)

@@ -28,7 +28,8 @@ def gone_ranks(text: str, advice: list[str]) -> dict[int, str]:
 
 def unclear(cell: Cell) -> list[str]:
     """Find an error of an unexpected class, a UserError of several lines, and internals."""
-    is_long = cell.error == "UserError" and "\n" in cell.error_text
+    has_log = "while starting" in cell.error_text
+    is_long = cell.error == "UserError" and "\n" in cell.error_text and not has_log
     found = [cell.error_text.splitlines()[-1]] if is_long or cell.error not in CLEAR else []
     return found + internals(cell.text, cell.error or "output")
 
