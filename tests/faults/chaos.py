@@ -155,26 +155,37 @@ class Run:
             try:
                 self.follow(self.hit())
             except (TimeoutError, AssertionError, OSError) as error:
-                if not any("kernel" in fault.names for fault in self.case.faults):
-                    self.case.found.append(str(error))
+                hits_kernel = any("kernel" in fault.names for fault in self.case.faults)
+                self.case.found = [] if hits_kernel else [*self.case.found, str(error)]
         self.end()
 
     def cell(self, source: str, limit: float = 60.0, cell: Cell | None = None) -> Cell:
-        """Run a cell. Raise TimeoutError if the cell takes too long or the kernel dies."""
+        """Run a cell, and interrupt it after ``limit`` seconds. Raise TimeoutError if in vain."""
         began, cell = time.monotonic(), cell or self.kernel.begin(source)
-        if limit > PATIENCE_SECONDS:
-            limit *= max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-        idle = (cell.request, "status", {"execution_state": "idle"})
-        while not cell.status and time.monotonic() < began + limit and self.process.poll() is None:
-            with suppress(TimeoutError):
-                if idle in self.kernel.messages(0.2):
-                    cell.status = self.kernel._reply(cell.request, 10.0)["status"]
+        if not self.has_ended(cell, limit):
+            if limit > PATIENCE_SECONDS and "Interrupt the cell" not in cell.text:
+                self.case.found.append(f"no prompt within {limit:g} s: {source.splitlines()[0]}")
+            self.kernel.interrupt()
+            self.has_ended(cell, INTERRUPTED_SECONDS)
         text = re.sub(r"(?s)^(.{3000}).*(.{3000})$", r"\1\n...\n\2", cell.text)
         status = f"{cell.status or 'no prompt'}, {time.monotonic() - began:.1f} s"
         self.case.transcript.append(f">>> {source}\n--- {status}\n{text}")
         if not cell.status:
-            raise TimeoutError(f"no prompt within {limit:.0f} s: {source.splitlines()[0]}")
+            raise TimeoutError(f"no prompt after an interrupt: {source.splitlines()[0]}")
         return cell
+
+    def has_ended(self, cell: Cell, limit: float) -> bool:
+        """Wait until a cell has ended, longer on a busy machine, or until the kernel has died."""
+        idle = (cell.request, "status", {"execution_state": "idle"})
+        busy = (
+            max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)) if limit > PATIENCE_SECONDS else 1
+        )
+        deadline = time.monotonic() + limit * busy
+        while not cell.status and time.monotonic() < deadline and self.process.poll() is None:
+            with suppress(TimeoutError):
+                if idle in self.kernel.messages(0.2):
+                    cell.status = self.kernel._reply(cell.request, 10.0)["status"]
+        return bool(cell.status) or self.process.poll() is not None
 
     def hit(self) -> Cell:
         """Run the phase's cells, inject the faults into the last one, and return it."""
@@ -190,14 +201,7 @@ class Run:
         injector.start()
         stops = [each.resumes_after for each in case.faults if each.kind == "SIGSTOP"]
         limit = PATIENCE_SECONDS if FAR in stops else limit + sum(stops)
-        try:
-            self.cell(source, limit, cell)
-        except TimeoutError as error:
-            if self.process.poll() is not None:
-                raise
-            case.found += [] if FAR in stops else [str(error)]
-            self.kernel.interrupt()
-            self.cell(source, INTERRUPTED_SECONDS, cell)
+        self.cell(source, limit, cell)
         ended_at = time.monotonic()
         injector.join(40)
         case.seconds = max(0.0, ended_at - self.struck_at)
@@ -278,7 +282,7 @@ class Run:
                     case.found += [f"{advice} fails: {last}"] * is_known
                     message = answer
                     continue
-            usable = self.cell(USABLE)
+            usable = self.cell(USABLE, 20.0)
             if not usable.error:
                 break
             if message.error not in ("", "KeyboardInterrupt") and not advice:
