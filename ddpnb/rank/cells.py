@@ -70,9 +70,10 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
         opened.callback(show_group)
         errors = run_source(spec, engine)
     failure = failure_of(errors[0], engine) if errors else None
-    if failure and (failure.is_consequence or failure.name == KeyboardInterrupt.__name__):
+    if failure and (failure.is_consequence or issubclass(type(errors[0]), KeyboardInterrupt)):
         for error in errors:
-            release_frames(error)
+            with contextlib.suppress(Exception):  # from a property of the user's exception
+                release_frames(error)
     return CellReport(
         failure=failure,
         num_collectives=engine.group.collective_checks.num_made,
