@@ -56,7 +56,9 @@ def false_blame(text: str, hit: dict[str, str], *, is_sure: bool) -> list[str]:
     if services := [name for name in SERVICES if name in died]:
         is_named = any(name.removeprefix("run ") in text for name in services)
         return [] if is_named else [f"{services[0]}: the message does not name it"]
-    found = [f"the {each} is blamed" for each in SERVICES if f"{each} was killed" in text]
+    found = [
+        f"the {each} is blamed" for each in SERVICES if f"{each} was" in text and each not in hit
+    ]
     for name in (name for name in died if name.startswith("rank ")):
         seen = gone.get(int(name.split()[1]))
         if seen is None or (is_sure and not {died[name], *"0123456789"} & {*gone.values()}):
