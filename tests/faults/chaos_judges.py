@@ -59,7 +59,8 @@ def false_blame(text: str, hit: dict[str, str], *, is_sure: bool) -> list[str]:
     found = [
         f"the {each} is blamed" for each in SERVICES if f"{each} was" in text and each not in hit
     ]
-    for name in (name for name in died if name.startswith("rank ")):
+    is_first = "while starting" in text and gone  # the first death ends a start
+    for name in (name for name in died if name.startswith("rank ") and not is_first):
         seen = gone.get(int(name.split()[1]))
         if seen is None or (is_sure and not {died[name], *"0123456789"} & {*gone.values()}):
             found.append(f"a rank died of {died[name]}: the message says {seen or 'no signal'}")
