@@ -15,7 +15,16 @@ from typing import Any
 import ipyparallel as ipp
 from ipyparallel.error import RemoteError
 
-from ddpnb.cluster.call import START_TIMEOUT_SECONDS, Call, Lost, Output, OutputEnded, Returned
+from ddpnb.cluster.call import (
+    START_TIMEOUT_SECONDS,
+    WAIT_SECONDS,
+    Call,
+    Lost,
+    Output,
+    OutputEnded,
+    Returned,
+)
+from ddpnb.cluster.interrupts import raise_if_interrupted
 from ddpnb.cluster.processes import wait_for_file, wait_until
 from ddpnb.cluster.wording import restart, say, sentence, them
 from ddpnb.compat import ipyparallel_internals
@@ -27,8 +36,12 @@ from ddpnb.protocol.processes import refuse_fork
 ASK_AGAIN_SECONDS = 2.0
 """If a new engine has not answered within this time, ddpnb asks the engine again.  The controller
 drops messages to an engine that is not connected yet."""
+FIRST_CONNECT_SECONDS = 2.0
 CONNECT_SECONDS = 20.0
-"""If the controller does not answer a new client within this time, ddpnb creates another client."""
+"""If the controller does not answer a new client within this time, ddpnb creates another client.
+
+The first client waits for a shorter time, because the controller may have died.
+"""
 LOOK_AGAIN_SECONDS = 3.0
 """If no new engine appears within this time, ddpnb lists the engines again with a new client.  The
 controller does not report an engine that registers while the client connects."""
@@ -156,11 +169,15 @@ class EngineClient:
 def connected_client(path: Path, while_waiting: Callable[[], object]) -> ipp.Client:
     """Connect a client to the controller; try again if the controller does not answer."""
     deadline = time.monotonic() + START_TIMEOUT_SECONDS
+    timeout = FIRST_CONNECT_SECONDS
     while True:
         try:
             # Without a folder, IPython warns if the user's home is read-only.
-            return ipp.Client(str(path), timeout=CONNECT_SECONDS, ipython_dir=str(path.parent))
+            return ipp.Client(str(path), timeout=timeout, ipython_dir=str(path.parent))
         except OSError:  # such as TimeoutError, or the file was removed
             while_waiting()
+            raise_if_interrupted()
+            timeout = min(2 * timeout, CONNECT_SECONDS)
+            time.sleep(WAIT_SECONDS)
             if time.monotonic() > deadline:
                 raise

@@ -92,8 +92,11 @@ class Cluster:
             cluster = cls(spec, private_folder(), home)
             try:
                 cluster.processes = start_processes(spec, cluster.folder, cluster.note_exit)
-            except BaseException:
+            except BaseException as error:
                 remove_folder(cluster.folder)
+                if isinstance(error, OSError):
+                    why = f"The system refuses to start processes: {error.strerror}."
+                    raise UserError(f"{why} Free resources, then run %ddp_start again.") from None
                 raise
             try:
                 cluster._start_ranks(progress)
@@ -120,6 +123,12 @@ class Cluster:
         if Service.FORK_SERVER in self.exits:
             return ()
         return tuple(rank for rank in self.ranks if rank not in self.exits)
+
+    @property
+    def ready(self) -> tuple[int, ...]:
+        """The living ranks that can take calls at once."""
+        starting = self.starting
+        return tuple(rank for rank in self.living if rank not in starting)
 
     @property
     def dead(self) -> tuple[int, ...]:
@@ -371,8 +380,10 @@ class Cluster:
         if exits := list(self.exits.values()):
             first, member = exits[0], exits[0].member
             name = f"Rank {member}" if isinstance(member, int) else f"The {member}"
+            was_killed = first.code in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
             advice = "Run %ddp_start to try again."
-            raise UserError(f"{name} {first} while starting. {advice}\n{first.last_words}".strip())
+            log = "" if was_killed else f"\n{first.last_words}"
+            raise UserError(f"{name} {first} while starting. {advice}{log}")
 
     def _start_ranks(self, progress: Callable[[str], None]) -> None:
         from ddpnb.cluster.client import EngineClient  # noqa: PLC0415  takes 0.3 s

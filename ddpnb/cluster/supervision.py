@@ -54,6 +54,7 @@ class Watch:
     _monitor: Monitor = field(init=False)
     _num_aborts: int = 0
     _is_failure_shown: bool = False
+    _is_loss_shown: bool = False
 
     def __post_init__(self) -> None:
         self._monitor = Monitor(self.cluster)
@@ -94,6 +95,9 @@ class Watch:
                 self._attend_to_hang(now)
                 if notice := self._monitor.notice(self.call.running):
                     self.notify(notice)
+                if self.cluster.lost is not None and not self._is_loss_shown:
+                    self._is_loss_shown = True
+                    self.notify(self.cluster.remedy())
         if late := self.call.speaking:
             self.notify(
                 f"The output of {spoken_ranks(late)} is incomplete. The rest did not arrive "

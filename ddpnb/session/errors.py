@@ -83,7 +83,7 @@ def error_of(cluster: Cluster, outcome: Outcome) -> HangError | RankError | User
     """Return the error of a call that has ended, or None if the call succeeded."""
     if cluster.is_over and outcome.lost:
         return UserError("The cluster was stopped before the ranks had finished.")
-    if cluster.lost is not None and outcome.lost:
+    if cluster.lost is not None and (outcome.lost or outcome.failures):
         return UserError(cluster.remedy())
     if outcome.hang:
         return HangError(outcome.hang, outcome.lost, kept(cluster, outcome))

@@ -203,7 +203,7 @@ class Session:
         if asked is not None:
             list(asked.events(0.0))  # the last call may have ended late
             busy |= asked.running
-        idle = [each for each in cluster.living if each not in busy]
+        idle = [each for each in cluster.ready if each not in busy]
         rank = next(iter(idle), None) if rank is None else rank
         if rank not in idle:
             return None

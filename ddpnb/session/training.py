@@ -238,7 +238,7 @@ def clean_up(cluster: Cluster) -> None:
     if cluster.is_over:
         return
     with contextlib.suppress(UserError, RuntimeError, TimeoutError, KeyError):
-        cluster.gather(calls.clean_up(), ranks=cluster.living, timeout=CLEAN_UP_SECONDS)
+        cluster.gather(calls.clean_up(), ranks=cluster.ready, timeout=CLEAN_UP_SECONDS)
 
 
 def _print_replaced(strategy: str, dead: Collection[int]) -> None:
