@@ -101,10 +101,15 @@ def interruptible(call: Callable[[], Result], *, is_cell: bool = False) -> Resul
 
 
 def interrupt(number: int, frame: object) -> None:
-    """Raise ``KeyboardInterrupt``.  ``asyncio.run`` replaces only Python's own handler.
+    """Raise ``KeyboardInterrupt``, unless a library is being imported.
 
-    The handler of ``asyncio.run`` would not end code that never waits.
+    The handler of ``asyncio.run`` would not end code that never waits, and ``asyncio.run`` replaces
+    only Python's own handler.  A library that is imported only in part can fail later, so ddpnb
+    ignores the interrupt.  The notebook interrupts again.
     """
+    for each in linked(frame, "f_back"):
+        if each.f_code.co_name == "<module>" and "site-packages" in each.f_code.co_filename:
+            return
     raise KeyboardInterrupt
 
 
@@ -309,6 +314,8 @@ def traceback_of(error: BaseException, shell: Any) -> list[str]:
         return []  # the message is enough
     if users and isinstance(error, CollectiveMismatchError | UserError):
         users[-1].tb_next = None
+    if links[1:] and links[-1].tb_frame.f_code is interrupt.__code__:
+        links[-2].tb_next = None
     own = (OWN_FOLDER, IPython.__path__[0])
     others = [each for each in links if not each.tb_frame.f_code.co_filename.startswith(own)]
     frames = [*users, *others, error.__traceback__][0]

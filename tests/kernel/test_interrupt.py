@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.cluster.rig import ALL_REDUCE, FORKS, wait_until
-from tests.kernel.client import Kernel
+from tests.kernel.client import Kernel, both
 
 pytestmark = pytest.mark.usefixtures("unharmed")
 
@@ -259,3 +259,18 @@ def test_an_interrupt_at_any_moment_of_a_command_keeps_the_session_and_the_varia
         assert following.by_rank[0] == ["(10, 2.0)"], following.text
         assert following.by_rank[1] in others[: 1 + is_restart]
         kernel.run("%%ddp\nkept = rank + 10")
+
+
+def test_a_library_is_imported_whole_although_it_is_interrupted(kernel: Kernel):
+    library = kernel.folder / "site-packages/parts"
+    library.mkdir(parents=True)
+    (library / "part.py").write_text("")
+    (library / "__init__.py").write_text(
+        "from . import part\nimport time\nprint('begun', flush=True)\ntime.sleep(0.8)"
+    )
+    cell = kernel.interrupted(
+        f"%%ddp\nimport sys; sys.path.append({str(library.parent)!r})\nimport parts\n{LOOP}",
+        "begun",
+    )
+    assert cell.error == "KeyboardInterrupt"
+    assert kernel.run("%%ddp\nimport parts; parts.part.__name__").by_rank == both("'parts.part'")
