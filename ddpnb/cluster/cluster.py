@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpnb.cluster.call import CALL_TIMEOUT_SECONDS, Call, Timeouts
-from ddpnb.cluster.interrupts import noted_interrupts
+from ddpnb.cluster.interrupts import Interrupted, noted_interrupts
 from ddpnb.cluster.link import Exit, Member, Service
 from ddpnb.cluster.placement import ClusterSpec, Placement, rank_settings
 from ddpnb.cluster.processes import LocalProcesses, Processes, StartProcesses, wait_until
@@ -292,7 +292,7 @@ class Cluster:
             except TimeoutError:
                 slow = say(set(ranks) & set(self.living), "does not end, although ddpnb killed")
                 raise UserError(f"{sentence(slow)} Run %ddp_restart to start new ranks.") from None
-            for rank in ranks:
+            for rank in {*ranks, *self.dead}:  # more ranks may have died meanwhile
                 self.restart_alone(rank)
             return self.ensure_group()
 
@@ -324,11 +324,15 @@ class Cluster:
             self.require(ranks)
             return not self.starting & set(ranks)
 
-        if self._starting:
-            try:
+        try:
+            if self._starting:
                 self.client.wait_for(len(self._starting), is_ready)
-            except TimeoutError as error:
-                raise UserError(f"{error}. Run %ddp_restart to start new ranks.") from None
+        except (TimeoutError, KeyboardInterrupt) as error:
+            late = self.starting & set(ranks)
+            advice = f"Run {restart(late)} to start {them(late)} again"
+            text = sentence(f"{say(late, 'is')} still starting. {advice}")
+            kind = Interrupted if isinstance(error, KeyboardInterrupt) else UserError
+            raise kind(text) from None
 
     # -- starting and ending ---------------------------------------------------------
 

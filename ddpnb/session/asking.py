@@ -52,6 +52,9 @@ def ask(
     finally:
         if printed is None:
             lines.show()
+    error = error_of(cluster, outcome)
+    if isinstance(error, UserError):  # the cluster has ended
+        raise error
     mistakes: dict[str, list[int]] = {}
     failures = failures_of(cluster, outcome)
     for failure in failures:
@@ -60,7 +63,7 @@ def ask(
     if mistakes:
         text, on = min(mistakes.items(), key=lambda item: min(item[1]))
         raise UserError(text if len(on) == len(chosen) else f"Only on {spoken_ranks(on)}: {text}")
-    if (error := error_of(cluster, outcome)) is None:
+    if error is None:
         return outcome.returned
     own = [each for each in failures if not (each.is_consequence or each.is_death)]
     if isinstance(error, HangError) and own:

@@ -85,7 +85,7 @@ def error_of(cluster: Cluster, outcome: Outcome) -> HangError | RankError | User
         return UserError("The cluster was stopped before the ranks had finished.")
     if cluster.lost is not None and (outcome.lost or outcome.failures):
         return UserError(cluster.remedy())
-    if outcome.hang:
+    if outcome.hang and outcome.lost.keys() <= outcome.killed:
         return HangError(outcome.hang, outcome.lost, kept(cluster, outcome))
     failures = failures_of(cluster, outcome)
     return RankError(failures, cluster.remedy) if failures else None
