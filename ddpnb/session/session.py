@@ -232,6 +232,7 @@ class Session:
 
         ``shown`` is the display (default: under this cell).  A background thread calls ``on_end``.
         """
+        working_folder()  # torch needs a folder that exists
         self.last_training = spec.training
         running = prepare(self.idle_cluster(), self.store, spec, shown or live(spec.options))
         if spec.wait:

@@ -43,3 +43,14 @@ def test_a_folder_that_has_been_removed_changes_nothing(moved: Kernel, tmp_path:
     moved.run(f"%cd {gone}")
     gone.rmdir()
     assert moved.run("%%ddp\nprint(rank)").by_rank == {0: ["0"], 1: ["1"]}
+
+
+def test_a_comparison_without_a_working_folder_is_refused_in_one_sentence(kernel: Kernel):
+    folder = kernel.folder / "removed"
+    line = "%ddp_compare ddp --task digits --epochs 0.1 --no-baseline"
+    kernel.run(f"import os\nbefore = os.getcwd()\nos.mkdir({str(folder)!r})\n%cd {folder}")
+    assert kernel.run("%%ddp\n1").passed
+    folder.rmdir()
+    assert "no longer exists. Change to another folder with %cd" in kernel.run(line).refusal
+    assert kernel.run("%cd {before}").passed
+    assert kernel.run(line).passed
