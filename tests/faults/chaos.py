@@ -32,6 +32,7 @@ from tests.kernel.client import Cell, Kernel
 
 MARKER = "DDPNB_CHAOS"  # an environment variable of all processes of a kernel
 FAR = float("inf")
+KNOWN_SECONDS = 0.5  # after this time, a message must name a second fault
 PATIENCE_SECONDS, INTERRUPTED_SECONDS = 15.0, 25.0
 """If a process is stopped for ever, the user interrupts the kernel. Then the prompt returns within
 5 s, and 20 s until ddpnb has killed ranks."""
@@ -206,7 +207,7 @@ class Run:
         injector.join(40)
         case.seconds = max(0.0, ended_at - self.struck_at)
         case.transcript.append(f"(hit: {self.struck})")
-        if len(case.faults) == 2 and ended_at < self.struck_at:
+        if len(case.faults) == 2 and ended_at < self.struck_at + KNOWN_SECONDS:
             self.struck = None  # the message could not know the second fault
         if source.startswith("%%ddp\n"):
             num_lines = 20_002 if case.phase == "printing" else 2
@@ -285,7 +286,8 @@ class Run:
             usable = self.cell(USABLE, 20.0)
             if not usable.error:
                 break
-            if message.error not in ("", "KeyboardInterrupt") and not advice:
+            is_new = len(case.faults) == 2 and self.struck is None  # since the message
+            if message.error not in ("", "KeyboardInterrupt") and not advice and not is_new:
                 case.found.append("no command is named, and the next cell fails")
             message = usable
         else:
