@@ -36,9 +36,10 @@ class StoredRun:
     """Number of ranks that have sent events."""
     spec: RunSpec | None = None
     header: RunHeader | None = None
-    sign: tuple[float, int] | tuple[()] = ()
-    """Numbers that change while the run is written.  Empty if the kernel is known to be alive or
-    dead, or if the run has ended."""
+    writer: str = ""
+    """Host, process id and start time of the kernel that records the run."""
+    heartbeat: float | None = None
+    """The last time at which the run was written, in seconds since 1970."""
 
     @property
     def num_workers(self) -> int:

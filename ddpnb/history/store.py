@@ -8,9 +8,6 @@ rows, other data as JSON.  The store never uses pickle, so that reading a run ne
 import atexit
 import contextlib
 import dataclasses
-import json
-import math
-import operator
 import os
 import platform
 import re
@@ -19,34 +16,25 @@ import sqlite3
 import sys
 import threading
 import time
-import typing
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import UnionType
-from typing import Any, TextIO, TypeVar, final
+from typing import Any, TextIO, final
 
 import numpy as np
 import psutil
 
 from ddpnb.history import query
 from ddpnb.history.comparison import Comparison, overlay
+from ddpnb.history.decoding import DAMAGES, DamageError, decoded, encoded, from_fields
 from ddpnb.history.model import Run, RunSnapshot, Status
 from ddpnb.history.query import StoredRun
 from ddpnb.history.rows import EVENT
 from ddpnb.history.writer import Change, StoreError, Writer
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import (
-    NO_STALENESS,
-    EventBatch,
-    Mark,
-    MarkKind,
-    RunHeader,
-    RunReport,
-    RunSpec,
-)
+from ddpnb.protocol.messages import NO_STALENESS, EventBatch, RunReport
 from ddpnb.protocol.processes import hold, private_folder, working_folder
 
 FILE_NAME = "runs.sqlite3"
@@ -62,12 +50,6 @@ SAME_SECONDS = 1.5
 
 END_SECONDS = 1.0
 """Maximum seconds that the end of a run, or of the kernel, waits for the disk."""
-
-BEAT_SECONDS = 3.0
-"""While a run is trained, its time is written at least once in this number of seconds."""
-
-WATCH_SECONDS = 10.0
-"""Number of seconds for which ``delete`` watches a run whose kernel may be on another host."""
 
 SILENT_SECONDS = 60.0
 """A run on another host is listed as stopped if its time is older than this number of seconds."""
@@ -97,44 +79,23 @@ CREATE TABLE reports (
 """
 
 INSERT_RUN = """
-INSERT OR IGNORE INTO runs (id, comparison, name, repeat, created, writer, status, spec)
-SELECT * FROM (VALUES (?, ?, ?, ?, ?, ?, ?, ?)) WHERE column2 IN (SELECT id FROM comparisons)
-"""
-"""Inserts a run unless another notebook has deleted the comparison."""
-
-INSERT_BATCH = """
-INSERT OR IGNORE INTO batches SELECT * FROM (VALUES (?, ?, ?, ?, ?, ?, ?))
-WHERE column1 IN (SELECT id FROM runs)
+INSERT INTO runs (id, comparison, name, repeat, created, writer, status, spec)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?)
 """
 
-INSERT_REPORT = """
-INSERT OR REPLACE INTO reports SELECT * FROM (VALUES (?, ?, ?))
-WHERE column1 IN (SELECT id FROM runs)
-"""
-
-RUN = """
-SELECT runs.id, comparison, runs.name, repeat, runs.created, writer, status, detail, spec, header,
-    runs.*, comparisons.name AS title, comparisons.task,
+RUNS = """
+SELECT runs.rowid AS row, runs.id AS run_id, comparison AS comparison_id, task, repeat, writer,
+    comparisons.name AS comparison, runs.name, runs.created, status, detail, spec, header, runs.*,
     (SELECT CAST(total(num_events) AS INTEGER) FROM batches WHERE run = runs.id) AS num_events,
     (SELECT count(DISTINCT rank) FROM batches WHERE run = runs.id AND rank >= 0) AS num_ranks
-FROM runs LEFT JOIN comparisons ON comparisons.id = runs.comparison WHERE runs.rowid = ?
+FROM runs LEFT JOIN comparisons ON comparisons.id = runs.comparison ORDER BY runs.rowid
 """
-"""Selects one run.  Rows are read one by one, so that a damaged row does not hide other rows."""
-
-MAX_BYTES = 16_000_000
-"""Maximum size of a stored value.  A larger value is not read."""
 
 MAX_STEP = 20_000_000
 """Maximum number of a step, because some arrays have one element for each step."""
 
 RUN_ID = re.compile("[0-9a-f]{12}")
 """The ids that ``recorder.new_id`` returns.  Only such an id becomes the name of a file."""
-
-CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that may move a terminal's cursor, change its colours or reorder the text."""
-
-DAMAGES = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
-"""The errors that a damaged value may cause."""
 
 ELSEWHERE = "(the environment variable DDPNB_DATA sets another folder)"
 
@@ -157,10 +118,6 @@ class Store:
         self._path = folder / FILE_NAME
         self._lock = threading.RLock()  # of the connection
         self._writer = Writer(self._write_all, flush_seconds)
-        self._beat_at = -math.inf
-        self._missing = Counter[str]()
-        """The number of steps of each run that could not be written, because of ``_why``."""
-        self._why = ""
         self.trouble = ""
         """A sentence that says why runs are not saved; empty if they are saved."""
         self._is_moved = False
@@ -187,9 +144,8 @@ class Store:
         """
         if wanted_name:
             query.check_name(wanted_name)
-        specs = json.dumps([dataclasses.asdict(spec) for spec in comparison.specs])
-        environment = json.dumps(dict(comparison.environment))
-        texts = (comparison.task, comparison.source, specs, environment)
+        texts = (comparison.task, comparison.source)
+        facts = (*texts, encoded(comparison.specs), encoded(comparison.environment))
         made = [comparison]
 
         def insert(connection: sqlite3.Connection) -> None:
@@ -198,7 +154,7 @@ class Store:
             if name in taken:
                 earlier = (query.numbered(name, taken), name)
                 connection.execute("UPDATE comparisons SET name = ? WHERE name = ?", earlier)
-            row = (comparison.comparison_id, name, comparison.created, *texts)
+            row = (comparison.comparison_id, name, comparison.created, *facts)
             connection.execute("INSERT INTO comparisons VALUES (?, ?, ?, ?, ?, ?, ?)", row)
             made.append(dataclasses.replace(comparison, name=name))
 
@@ -208,40 +164,37 @@ class Store:
 
     def begin_run(self, comparison_id: str, run: RunSnapshot) -> None:
         """Store a run before its training; the comparison must have begun."""
-        state = (writer_of(psutil.Process()), run.status, to_text(run.spec) if run.spec else None)
+        state = (writer_of(psutil.Process()), run.status, encoded(run.spec) if run.spec else None)
         row = (run.run_id, comparison_id, run.name, run.repeat, run.created, *state)
         self._writer.running.add(run.run_id)
         self._writer.put(Change(write=lambda connection: connection.execute(INSERT_RUN, row)))
 
     def append(self, batch: EventBatch) -> None:
         """Add a batch.  It is written within ``flush_seconds``."""
-        header, row = batch.header and to_text(batch.header), _batch_row(batch)
+        header = encoded(batch.header) if batch.header else None
+        facts = (encoded(batch.metrics), encoded([dataclasses.astuple(m) for m in batch.marks]))
+        row = (batch.run_id, batch.rank, batch.sequence, batch.num_steps, batch.rows, *facts)
 
         def insert(connection: sqlite3.Connection) -> None:
-            if header:
-                wanted = "UPDATE runs SET header = ? WHERE id = ?"
-                connection.execute(wanted, (header, batch.run_id))
-            connection.execute(INSERT_BATCH, row)
+            wanted = "UPDATE runs SET header = ifnull(?, header) WHERE id = ?"
+            connection.execute(wanted, (header, batch.run_id))
+            connection.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?, ?)", row)
 
         self._writer.put(Change(run_id=batch.run_id, num_steps=batch.num_steps, write=insert))
 
     def add_report(self, report: RunReport) -> None:
         """Store the report of a rank."""
-        row = (report.run_id, report.rank, to_text(report))
-        self._writer.put(Change(write=lambda connection: connection.execute(INSERT_REPORT, row)))
+        row = (report.run_id, report.rank, encoded(report))
+        wanted = "INSERT OR REPLACE INTO reports VALUES (?, ?, ?)"
+        self._writer.put(Change(write=lambda connection: connection.execute(wanted, row)))
 
     def finish(self, run_id: str, status: Status, detail: str = "") -> None:
         """Store a run's final status and all pending batches.  Wait at most ``END_SECONDS``."""
-
-        def update(connection: sqlite3.Connection) -> None:
-            lost = self._missing[run_id]
-            steps = "1 step was" if lost == 1 else f"{lost:,} steps were"
-            parts = [_text(detail), f"{steps} not stored: {self._why}" if lost else ""]
-            row = (status, "; ".join(filter(None, parts)), run_id)
-            connection.execute("UPDATE runs SET status = ?, detail = ? WHERE id = ?", row)
-
+        wanted = "UPDATE runs SET status = ?, detail = ? WHERE id = ?"
+        row = (status, decoded(detail, str), run_id)
         self._writer.running.discard(run_id)
-        self._writer.put(Change(run_id=run_id, is_end=True, write=update))
+        end = Change(run_id=run_id, is_end=True, write=lambda each: each.execute(wanted, row))
+        self._writer.put(end)
         self._try_flush()
 
     def flush(self) -> None:
@@ -250,8 +203,8 @@ class Store:
 
     def list(self) -> tuple[StoredRun, ...]:
         """Return all runs without their steps, in the order in which they began."""
-        with self._snapshot():
-            return tuple(map(self._stored_run, self._rows_of("runs")))
+        with self._snapshot() as connection:
+            return tuple(map(_stored_run, connection.execute(RUNS).fetchall()))
 
     def load(self, *addresses: str) -> Comparison:
         """Return one comparison that contains the runs listed in ``addresses``.
@@ -275,22 +228,13 @@ class Store:
     def delete(self, address: str) -> tuple[str, ...]:
         """Delete the runs that ``address`` names, with their weights; return their addresses.
 
-        Clocks may differ.  So a run on another host is deleted only if nothing is written to the
-        run for ``WATCH_SECONDS``.
-
         Raises:
             UserError: one of the runs is being trained.
         """
-        watched = {run.row: run.sign for run in query.resolve(address, self.list()) if run.sign}
-        if watched:
-            time.sleep(WATCH_SECONDS)
         with self._write() as connection:
             found = query.resolve(address, self.list())
-            alive = [r for r in found if r.sign != watched.get(r.row, ())]
-            alive += [r for r in found if r.status is Status.RUNNING and not r.sign]
-            if alive:
-                names = ", ".join(dict.fromkeys(run.address for run in alive))
-                raise UserError(f"{names} is being trained. Stop it with %ddp_interrupt.")
+            if busy := [run.address for run in found if run.status is Status.RUNNING]:
+                raise UserError(f"{', '.join(busy)} is being trained. Stop it with %ddp_interrupt.")
             connection.executemany("DELETE FROM runs WHERE rowid = ?", [(r.row,) for r in found])
             connection.executemany(
                 "DELETE FROM comparisons WHERE id = ?"
@@ -336,47 +280,45 @@ class Store:
 
     def _write_all(self, changes: Sequence[Change]) -> None:
         """Write changes and the time of each run in progress, all or none."""
-        if not changes and time.monotonic() - self._beat_at < BEAT_SECONDS:
-            return
-        self._beat_at = time.monotonic()
         try:
             with self._write() as connection:
                 for change in changes:
-                    change.write(connection)
+                    with contextlib.suppress(sqlite3.IntegrityError):  # the run has been deleted
+                        change.write(connection)
                 columns = {row["name"] for row in connection.execute("PRAGMA table_info(runs)")}
                 if "heartbeat" not in columns:  # the file of an earlier version
                     connection.execute("ALTER TABLE runs ADD COLUMN heartbeat REAL")
-                for run_id in tuple(self._writer.running):
-                    beat = (time.time(), run_id)
-                    connection.execute("UPDATE runs SET heartbeat = ? WHERE id = ?", beat)
+                beats = [(time.time(), run_id) for run_id in tuple(self._writer.running)]
+                connection.executemany("UPDATE runs SET heartbeat = ? WHERE id = ?", beats)
         except StoreError as error:
             code = getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF
-            is_full = code == sqlite3.SQLITE_FULL
-            self._why = "the disk is full" if is_full else str(error.__cause__)
-            keeps = f"The runs cannot be saved: {self._why}. ddpnb keeps them"
-            must_move = not (code in CAN_WAIT and self._path.exists())
+            why = "the disk is full" if code == sqlite3.SQLITE_FULL else str(error.__cause__)
+            keeps = f"The runs cannot be saved: {why}. ddpnb keeps them"
+            if not self._is_moved and not (code in CAN_WAIT and self._path.exists()):
+                self._is_moved = True
+                self.move(temporary_folder())
+                self.trouble = f"{keeps} in {self.folder} until the kernel ends {ELSEWHERE}."
+                return self._write_all(changes)
             if not self._is_moved:
                 self.trouble = f"{keeps} in memory and tries again."
-                if must_move:
-                    self._is_moved = True
-                    self.move(temporary_folder())
-                    self.trouble = f"{keeps} in {self.folder} until the kernel ends {ELSEWHERE}."
-                    return self._write_all(changes)
             if code != sqlite3.SQLITE_BUSY:
-                self._write_ends(changes)
+                self._write_ends(changes, why)
             raise
         if not self._is_moved:
             self.trouble = ""
 
-    def _write_ends(self, changes: Sequence[Change]) -> None:
+    def _write_ends(self, changes: Sequence[Change], why: str) -> None:
         """Write only the final status of runs, and how many of their steps are missing."""
-        for change in changes:
-            self._missing[change.run_id] += change.num_steps
+        lost = Counter[str]()
         with contextlib.suppress(StoreError), self._write() as connection:
             for change in changes:
+                lost[change.run_id] += change.num_steps
                 if change.is_end:
                     change.write(connection)
-        self._missing.clear()
+                    num_lost = lost[change.run_id]
+                    note = f"steps not stored: {num_lost:,} ({why})" if num_lost else ""
+                    wanted = "UPDATE runs SET detail = trim(detail || '; ' || ?, '; ') WHERE id = ?"
+                    connection.execute(wanted, (note, change.run_id))
 
     def _prepare(self) -> None:
         self._connection.execute("PRAGMA foreign_keys = ON")
@@ -415,75 +357,24 @@ class Store:
             raise StoreError(f"The runs in {self._path} cannot be {verb}: {why}.") from error
 
     @contextmanager
-    def _snapshot(self) -> Iterator[None]:
+    def _snapshot(self) -> Iterator[sqlite3.Connection]:
         """Return a context manager in which all reads see the file at the same time."""
-        length = sqlite3.SQLITE_LIMIT_LENGTH
-        with self._lock, self._store_errors("read"), contextlib.ExitStack() as at_end:
-            connection = self._connection
-            if not connection.in_transaction:
-                connection.execute("BEGIN")
-                at_end.callback(connection.rollback)
-            at_end.callback(connection.setlimit, length, connection.setlimit(length, MAX_BYTES))
-            yield
-
-    def _rows_of(self, table: str, run_id: str | None = None) -> Sequence[int]:
-        """Return the numbers of the rows of a table, or of the rows that belong to a run."""
-        where, values = ("", ()) if run_id is None else ("WHERE run = ?", (run_id,))
-        wanted = f"SELECT rowid FROM {table} {where} ORDER BY rowid"
-        return [number for (number,) in self._connection.execute(wanted, values)]
-
-    def _one(self, wanted: str, value: int | str) -> tuple[dict[str, Any], str]:
-        """Return the readable columns of the row that a query finds, and a clause about damage."""
-        made: dict[str, Any] = {}
-        try:
-            (row,) = self._connection.execute(wanted, (value,)).fetchall()
-        except (sqlite3.DataError, ValueError):  # too large, or without a comparison
-            return {}, "the row is damaged"
-        damage = ""
-        for name in READERS.keys() & row.keys():
+        with self._lock, self._store_errors("read"):
+            self._connection.execute("SAVEPOINT reading")
             try:
-                made[name] = READERS[name](row[name])
-            except DAMAGES:
-                damage = f"the {name} is damaged"
-        return made, damage
-
-    def _stored_run(self, number: int) -> StoredRun:
-        """Return a run without its steps.  If its row is damaged, the status is UNREADABLE."""
-        found, damage = self._one(RUN, number)
-        found["comparison_id"] = found.pop("comparison", "")
-        found["comparison"] = found.pop("title", "unreadable")
-        if damage:
-            name, status = f"unreadable-{number}", Status.UNREADABLE
-            return StoredRun(
-                row=number,
-                run_id=name,
-                comparison_id=found["comparison_id"],
-                comparison=found["comparison"],
-                name=name,
-                status=status,
-                detail=damage,
-            )
-        writer, seen = found.pop("writer"), found.pop("heartbeat", 0.0) or found["created"]
-        alive = found["status"] is not Status.RUNNING or is_written(writer)
-        if alive is None:
-            found["sign"] = (seen, found["num_events"])
-        if alive is False:
-            found["status"] = Status.STOPPED
-            found["detail"] = "the kernel ended; unsaved steps are lost"
-        elif alive is None and time.time() - seen > SILENT_SECONDS:
-            since = time.strftime("%Y-%m-%d %H:%M", time.localtime(seen))
-            found["status"] = Status.STOPPED
-            found["detail"] = f"no sign of life from {writer.rsplit(' ', 2)[0]} since {since}"
-        return StoredRun(row=number, run_id=found.pop("id"), **found)
+                yield self._connection
+            finally:
+                self._connection.execute("RELEASE reading")
 
     def _comparison(self, stored: StoredRun) -> Comparison:
-        """Return the comparison of a stored run, without runs and without damaged columns."""
+        """Return the comparison of a stored run, without runs."""
         wanted = "SELECT * FROM comparisons WHERE id = ?"
-        found, damage = self._one(wanted, stored.comparison_id)
-        found |= {"comparison_id": stored.comparison_id, "name": stored.comparison}
-        noted = {"unreadable": damage} if damage else {}
-        found["environment"] = found.get("environment", {}) | noted
-        return Comparison(**{name: found[name] for name in found if name != "id"})
+        row = self._connection.execute(wanted, (stored.comparison_id,)).fetchone()
+        known: dict[str, Any] = {"comparison_id": stored.comparison_id, "name": stored.comparison}
+        try:
+            return from_fields(Comparison, {**(row or {}), **known})
+        except DamageError as error:
+            return Comparison(**known, environment={"unreadable": str(error)})
 
     def _read_run(self, stored: StoredRun) -> RunSnapshot:
         """Return a stored run with its steps, except damaged steps."""
@@ -496,17 +387,38 @@ class Store:
         )
         details = [stored.detail] if stored.detail else []
         for table in ("batches", "reports"):
-            for number in self._rows_of(table, stored.run_id):
-                found, _ = self._one(f"SELECT * FROM {table} WHERE rowid = ?", number)
+            wanted = f"SELECT * FROM {table} WHERE run = ? ORDER BY rowid"
+            for row in self._connection.execute(wanted, (stored.run_id,)):
                 try:
                     if table == "reports":
-                        run.add_report(found["report"])
+                        run.add_report(decoded(row["report"], RunReport))
                     else:
-                        run.add(_batch(stored, found))
+                        run.add(_batch(stored, row))
                 except DAMAGES:
                     details.append(f"a row of its {table} is damaged")
         run.end(stored.status, "; ".join(dict.fromkeys(details)))
         return run.snapshot()
+
+
+def _stored_run(row: sqlite3.Row) -> StoredRun:
+    """Return a run without its steps.  If its row is damaged, the status is UNREADABLE."""
+    try:
+        run = from_fields(StoredRun, dict(row))
+    except DamageError as error:
+        texts = [row["comparison_id"], row["comparison"]]
+        known = [decoded(text, str) if isinstance(text, str) else "unreadable" for text in texts]
+        name = f"unreadable-{row['row']}"
+        return StoredRun(
+            row=row["row"],
+            run_id=name,
+            comparison_id=known[0],
+            comparison=known[1],
+            name=name,
+            status=Status.UNREADABLE,
+            detail=str(error),
+        )
+    why = _why_ended(run) if run.status is Status.RUNNING else ""
+    return dataclasses.replace(run, status=Status.STOPPED, detail=why) if why else run
 
 
 def open_store(start: Path | None = None) -> tuple[Store, str]:
@@ -589,134 +501,16 @@ def _is_project(folder: Path) -> bool:
     return is_marked and os.path.isdir(folder / "data")
 
 
-def _batch_row(batch: EventBatch) -> tuple[Any, ...]:
-    """Return a batch as a row of the table ``batches``."""
-    metrics = json.dumps(batch.metrics) if batch.metrics else ""
-    marks = json.dumps([dataclasses.astuple(mark) for mark in batch.marks]) if batch.marks else ""
-    num_events, events = batch.num_steps, batch.rows
-    return (batch.run_id, batch.rank, batch.sequence, num_events, events, metrics, marks)
-
-
-def _batch(stored: StoredRun, row: Mapping[str, Any]) -> EventBatch:
-    """Return a row of the table ``batches`` as a batch, and add the run's header to the batch."""
-    rows = np.frombuffer(row["events"], dtype=EVENT)
+def _batch(stored: StoredRun, row: sqlite3.Row) -> EventBatch:
+    """Return a row of the table ``batches`` as a batch with the header of the run."""
+    known = {"run_id": stored.run_id, "header": stored.header, "rows": row["events"]}
+    batch = from_fields(EventBatch, {**row, **known})
+    rows = np.frombuffer(batch.rows, dtype=EVENT)
     numbers = np.concatenate([rows["step"], rows["staleness"], [0]])
-    is_sound = np.all(rows["rank"] == row["rank"]) and np.all(np.isfinite(rows["seconds"]))
+    is_sound = np.all(rows["rank"] == batch.rank) and np.all(np.isfinite(rows["seconds"]))
     if not is_sound or numbers.min() < NO_STALENESS or numbers.max() > MAX_STEP:
         raise ValueError("damaged steps")
-    return EventBatch(
-        run_id=stored.run_id,
-        header=stored.header,
-        rows=row["events"],
-        **{name: row[name] for name in ("rank", "sequence", "metrics", "marks")},
-    )
-
-
-Message = TypeVar("Message", RunSpec, RunHeader, RunReport, Mark)
-
-
-def to_text(value: RunSpec | RunHeader | RunReport) -> str:
-    """Return ``value`` as JSON that may contain NaN and infinity."""
-    return json.dumps(dataclasses.asdict(value))
-
-
-def from_text(kind: type[Message], text: str) -> Message:
-    """Return the message that ``to_text`` wrote."""
-    return _from_fields(kind, _json(text))
-
-
-def _from_fields(kind: type[Message], given: Mapping[str, Any]) -> Message:
-    """Return a message with the given fields.  Unknown fields are ignored.
-
-    An old spec may have a strategy, task or option that is no longer in the catalogue.  Such a spec
-    is returned without checks, so that old runs stay readable.
-    """
-    fields = dataclasses.fields(kind)
-    values: dict[str, Any] = {
-        entry.name: tuple(value) if isinstance(value := given[entry.name], list) else value
-        for entry in fields
-        if entry.name in given
-    }
-    if not all(_fits(values[entry.name], entry.type) for entry in fields if entry.name in values):
-        raise ValueError("a field has a wrong type")
-    try:
-        return kind(**values)
-    except UserError:
-        made = object.__new__(kind)  # skips the checks of kind(...)
-        for entry in fields:
-            object.__setattr__(made, entry.name, values.get(entry.name, entry.default))
-        return made
-
-
-def _fits(value: object, kind: Any) -> bool:
-    """Return True if a value from JSON has the type of a message's field."""
-    whole, parts = typing.get_origin(kind), typing.get_args(kind)
-    if whole in (typing.Union, UnionType):
-        return any(_fits(value, part) for part in parts)
-    if whole is Mapping:
-        return isinstance(value, dict) and all(_fits(each, parts[1]) for each in value.values())
-    if whole is tuple:
-        return isinstance(value, list | tuple) and all(_fits(each, parts[0]) for each in value)
-    if issubclass(kind, tuple):  # a named tuple of numbers
-        return isinstance(value, list | tuple) and all(_fits(each, float) for each in value)
-    return isinstance(value, int | float if kind is float else kind)
-
-
-def _text(value: str, *, has_lines: bool = False) -> str:
-    """Return a text without control characters.  Only a source may have several lines."""
-    text = CONTROL.sub("", value)
-    return text if has_lines else re.sub(r"\s", " ", text)
-
-
-def _clean(value: Any, *, has_lines: bool = False) -> Any:
-    """Return a value from JSON with clean texts."""
-    if isinstance(value, dict):
-        return {_text(k): _clean(v, has_lines=k == "source") for k, v in value.items()}
-    if isinstance(value, list):
-        return [_clean(each) for each in value]
-    return _text(value, has_lines=has_lines) if isinstance(value, str) else value
-
-
-def _json(text: str) -> Any:
-    return _clean(json.loads(text or "[]"))
-
-
-def _name(value: str) -> str:
-    if not value or _text(value)[:1000] != value:  # a cleaned name could be that of another run
-        raise ValueError(value)
-    return value
-
-
-def _moment(value: float | None) -> float:
-    time.localtime(value or 0.0)  # raises an error if the year is not possible
-    return float(value or 0.0)
-
-
-def _marks(text: str) -> tuple[Mark, ...]:
-    return tuple(
-        _from_fields(Mark, {"rank": r, "seconds": s, "text": t, "kind": MarkKind(kind)})
-        for r, s, t, kind in _json(text)
-    )
-
-
-READERS: Mapping[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("id", "comparison", "title", "name"), _name),
-    **dict.fromkeys(("task", "detail"), _text),
-    **dict.fromkeys(("repeat", "num_events", "num_ranks", "rank", "sequence"), operator.index),
-    **dict.fromkeys(("created", "heartbeat"), _moment),
-    "status": Status,
-    "writer": lambda text: re.findall(r"^.* \d{1,9} \d+\.\d+$", _text(text))[0],
-    "spec": lambda text: from_text(RunSpec, text) if text else None,
-    "header": lambda text: from_text(RunHeader, text) if text else None,
-    "source": partial(_text, has_lines=True),
-    "specs": lambda text: tuple(_from_fields(RunSpec, each) for each in _json(text)),
-    "environment": lambda text: {str(k): str(v) for k, v in _json(text).items()},
-    "events": bytes,
-    "metrics": lambda text: tuple(map(tuple, _json(text))),
-    "marks": _marks,
-    "report": partial(from_text, RunReport),
-}
-"""A function for each column that checks and converts a value, or raises one of ``DAMAGES``."""
+    return batch
 
 
 def writer_of(process: psutil.Process) -> str:
@@ -730,13 +524,26 @@ def is_written(writer: str) -> bool | None:
     It is unknown for kernels on other hosts.  It is also unknown if the start time differs, because
     the id may belong to another process now, or the clock may have been changed.
     """
-    host, pid, began = writer.rsplit(" ", 2)
-    if host != platform.node():
-        return None
     try:
+        host, pid, began = writer.rsplit(" ", 2)
+        if host != platform.node():
+            return None
         found = psutil.Process(int(pid))
         is_same = abs(found.create_time() - float(began)) < SAME_SECONDS
         is_zombie = found.status() == psutil.STATUS_ZOMBIE
+    except (ValueError, OverflowError):  # the writer is damaged
+        return None
     except psutil.NoSuchProcess:
         return False
     return False if is_zombie else is_same or None
+
+
+def _why_ended(run: StoredRun) -> str:
+    """Return why a run that is stored as running has ended; empty if it may still be trained."""
+    alive, seen = is_written(run.writer), run.heartbeat or run.created
+    if alive is False:
+        return "the kernel ended; unsaved steps are lost"
+    if alive or abs(time.time() - seen) < SILENT_SECONDS:
+        return ""
+    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(seen))
+    return f"no sign of life from {run.writer.rsplit(' ', 2)[0]} since {since}"

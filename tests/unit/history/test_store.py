@@ -179,19 +179,6 @@ def test_a_file_that_is_no_database_or_no_folder_is_refused_in_one_sentence(tmp_
             Store(tmp_path / folder)
 
 
-def test_a_full_disk_is_reported_and_pending_batches_are_kept(tmp_path: Path):
-    store = Store(tmp_path / "runs", flush_seconds=600)  # append must not flush by itself
-    run = begun(store)
-    fill_the_disk(store)
-    store.append(batch(run.run_id, [step(i, 1.0) for i in range(50_000)]))
-    with pytest.raises(StoreError, match="full"):
-        store.flush()
-    fill_the_disk(store, num_pages=1_000_000)
-    store.finish(run.run_id, Status.FINISHED)
-    assert store.list()[0].num_events == 50_000
-    store.close()
-
-
 @pytest.mark.parametrize("trouble", ["deleted", "not a database any more", "none"])
 def test_runs_go_on_in_a_temporary_folder_if_the_disk_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
@@ -242,10 +229,6 @@ def test_a_folder_that_only_looks_writable_is_not_used(
     monkeypatch.setenv("DDPNB_DATA", folder)
     with pytest.raises(UserError, match=r"%env DDPNB_DATA=FOLDER\.$"):
         open_store()
-
-
-def fill_the_disk(store: Store, num_pages: int = 30) -> None:
-    store._connection.execute(f"PRAGMA max_page_count = {num_pages}")
 
 
 def test_runs_lie_in_the_project_or_beside_the_notebook(tmp_path: Path):

@@ -15,7 +15,7 @@ import pytest
 from ddpnb.history import store as store_module
 from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder, new_id
-from ddpnb.history.store import FILE_NAME, Store
+from ddpnb.history.store import FILE_NAME, Store, StoreError
 from ddpnb.protocol.errors import UserError
 from ddpnb.reports.listing import runs_table
 from ddpnb.reports.result import ComparisonResult
@@ -86,8 +86,10 @@ def test_steps_that_are_not_stored_are_counted(tmp_path: Path):
     steps = [step(0, 1.0)] * NUM_STEPS
     recorder.add(batch(run_id, steps, sequence=3))
     recorder.end(run_id, Status.FINISHED)
+    with pytest.raises(StoreError, match="full"):
+        store.flush()
     (run,) = store.list()
-    words = f"{NUM_STEPS:,} steps were not stored: the disk is full"
+    words = f"steps not stored: {NUM_STEPS:,} (the disk is full)"
     assert (run.status, run.detail) == (Status.FINISHED, words)
     assert words in runs_table((run,)).text()
     assert words in ComparisonResult(store.load("race")).table().text()
@@ -141,8 +143,9 @@ def test_the_thread_ends_with_the_last_run(tmp_path: Path):
     before = set(threading.enumerate())
     store = Store(tmp_path, flush_seconds=0.01)
     recorder = recorded(store, [], "race")
+    run_id = train(recorder, "ddp")
     assert len(set(threading.enumerate()) - before) == 1
-    recorder.end(train(recorder, "ddp"), Status.FINISHED)
+    recorder.end(run_id, Status.FINISHED)
     until = time.monotonic() + 10
     while set(threading.enumerate()) - before:
         assert time.monotonic() < until
@@ -160,8 +163,6 @@ def moved_clock(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 def test_a_run_is_deleted_only_if_nothing_writes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float, place: str
 ):
-    monkeypatch.setattr(store_module, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(store_module, "WATCH_SECONDS", 2.0)
     store, other = Store(tmp_path, flush_seconds=0.05), Store(tmp_path)
     recorder = recorded(store, [], "race")
     run_id = train(recorder, "ddp")
@@ -173,6 +174,7 @@ def test_a_run_is_deleted_only_if_nothing_writes_it(
             connection.execute("UPDATE runs SET writer = ?", (writer,))
         connection.close()
     moved_clock(monkeypatch, jump)
+    time.sleep(1)  # for the next heartbeat
     with pytest.raises(UserError, match="is being trained"):
         other.delete("race")
     store._writer.running.clear()  # the kernel is gone
@@ -210,7 +212,7 @@ def test_the_file_of_an_earlier_version_gets_heartbeats_and_stays_readable(tmp_p
     assert store._connection.execute("SELECT heartbeat FROM runs").fetchone()[0] is not None
     earlier = "INSERT INTO runs (id, comparison, name, repeat, created, writer, status, spec)"
     store._connection.execute(
-        f"{earlier} SELECT 'r2', comparison, 'b', 0, 1.0, writer, 'running', '' FROM runs"
+        f"{earlier} SELECT 'r2', comparison, 'b', 0, 1.0, writer, 'running', NULL FROM runs"
     )
     assert [run.status for run in store.list()] == [Status.FINISHED, Status.RUNNING]
     store.close()

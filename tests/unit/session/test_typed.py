@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ddpnb import api
-from ddpnb.history.store import to_text
+from ddpnb.history.decoding import encoded
 from ddpnb.hosts.spec import HostsSpec
 from ddpnb.magics.arguments import arguments, flags, with_expression
 from ddpnb.magics.magics import DdpMagics
@@ -116,7 +116,7 @@ def test_numbers_of_numpy_are_stored_as_any_others(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(api, "this_session", lambda: SimpleNamespace(compare=asked.append))
     given = {"batch_size": np.int64(8), "lr": np.float32(0.5), "epochs": np.int16(3)}
     api.compare(np.str_("ddp"), task="digits", log=np.True_, kill=[np.str_("1@5s")], **given)
-    stored = json.loads(to_text(asked[0].run_specs()[-1]))
+    stored = json.loads(encoded(asked[0].run_specs()[-1]))
     expected = {"strategy": "ddp", "batch_size": 8, "learning_rate": 0.5, "num_epochs": 3.0}
     assert stored | expected | {"kill": ["1@5s"]} == stored
     assert asked[0].options.log is True
