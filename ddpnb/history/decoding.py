@@ -15,6 +15,9 @@ from ddpnb.protocol.errors import UserError
 MAX_BYTES = 16_000_000
 """Maximum size of a stored value.  A larger value counts as damaged."""
 
+MAX_NAME = 1000
+"""Maximum number of characters in the name of a run or comparison."""
+
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that may move a terminal's cursor, change its colours or reorder the text."""
 
@@ -52,6 +55,8 @@ def from_fields(kind: type[Data], given: Mapping[str, Any]) -> Data:
                     time.localtime(value)  # raises an error if the year is not possible
                 if entry.name == "source":  # the only text with several lines
                     values[entry.name] = CONTROL.sub("", given[entry.name])
+                if entry.name in ("name", "comparison") and len(value) > MAX_NAME:
+                    raise ValueError("too long")
             except DAMAGES as error:
                 raise DamageError(f"the {entry.name} is damaged") from error
     try:

@@ -28,7 +28,7 @@ import psutil
 
 from ddpnb.history import query
 from ddpnb.history.comparison import Comparison, overlay
-from ddpnb.history.decoding import DAMAGES, DamageError, decoded, encoded, from_fields
+from ddpnb.history.decoding import DAMAGES, MAX_NAME, DamageError, decoded, encoded, from_fields
 from ddpnb.history.model import Run, RunSnapshot, Status
 from ddpnb.history.query import StoredRun
 from ddpnb.history.rows import EVENT
@@ -405,14 +405,16 @@ def _stored_run(row: sqlite3.Row) -> StoredRun:
     try:
         run = from_fields(StoredRun, dict(row))
     except DamageError as error:
-        texts = [row["comparison_id"], row["comparison"]]
-        known = [decoded(text, str) if isinstance(text, str) else "unreadable" for text in texts]
+        comparison_id, comparison = (
+            decoded(text[:MAX_NAME], str) if isinstance(text, str) else "unreadable"
+            for text in (row["comparison_id"], row["comparison"])
+        )
         name = f"unreadable-{row['row']}"
         return StoredRun(
             row=row["row"],
             run_id=name,
-            comparison_id=known[0],
-            comparison=known[1],
+            comparison_id=comparison_id,
+            comparison=comparison,
             name=name,
             status=Status.UNREADABLE,
             detail=str(error),

@@ -83,7 +83,7 @@ def shown(store: Store, name: str, folder: Path) -> str:
     return "\n".join(texts)
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", [*range(16), 239])  # 239: a name of 100,000 characters
 def test_a_damaged_value_hides_nothing_else_and_can_be_deleted(folder: Path, seed: int):
     chance = random.Random(seed)
     connection = sqlite3.connect(folder / FILE_NAME)
@@ -97,6 +97,7 @@ def test_a_damaged_value_hides_nothing_else_and_can_be_deleted(folder: Path, see
     runs = store.list()
     assert [run.name for run in runs if run.comparison == "good"] == ["single", "ddp"]
     assert len(runs) == 4
+    assert all(len(run.address) < 3000 for run in runs)
     assert "good/ddp" in runs_table(matching(runs)).text()
     text = shown(store, "good", folder)
     for run in runs[2:]:
