@@ -9,16 +9,22 @@ import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import psutil
 from ipyparallel.controller.app import IPController
 
 from ddpnb.compat.ipyparallel_internals import beat_quickly_at_first
 from ddpnb.launcher.child import Frame, redirect_output, run_started
-from ddpnb.protocol.processes import die_with_parent, kill_programs, process_log
+from ddpnb.protocol.processes import die_with_parent, kill_programs, process_log, remove_folder
 
 QUICK_MILLISECONDS = 25
 """Milliseconds between heartbeats while ranks start.  Engines can register only on a heartbeat."""
 QUICK_SECONDS = 10.0
 """Seconds for which the controller sends quick heartbeats."""
+
+LOOK_SECONDS = 2.0
+"""Seconds between two looks at the kernel."""
+GRACE_SECONDS = 10.0
+"""Seconds that a fork server has to end all processes after the kernel has ended."""
 
 
 class LocalController(IPController):  # type: ignore[misc]  # has no type hints
@@ -66,10 +72,19 @@ def run(settings: Frame, sentinel: Connection, folder: Path) -> None:
 
 
 def end_all_after(sentinel: Connection, folder: Path) -> None:
-    """Wait until the fork server ends, then kill all processes that it or a cell has started."""
-    with contextlib.suppress(EOFError, OSError):
-        sentinel.recv_bytes()
+    """Wait until the fork server ends, then kill all processes that it or a cell has started.
+
+    Do the same if the kernel has ended and the fork server, which may be suspended, does not end.
+    """
+    kernel = psutil.Process(os.getppid()).parent()
+    while not sentinel.poll(LOOK_SECONDS):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if kernel is None or kernel.status() != psutil.STATUS_ZOMBIE:
+                continue
+        if not sentinel.poll(GRACE_SECONDS):
+            break
     kill_programs(folder)
+    remove_folder(folder)
     os.killpg(0, signal.SIGKILL)
 
 

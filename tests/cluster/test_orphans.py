@@ -52,6 +52,14 @@ def test_nothing_outlives_the_process_that_started_it():
         rig.wait_until(lambda: not folder.exists(), "the end of the run folder")
 
 
+def test_nothing_outlives_a_kernel_whose_fork_server_is_suspended():
+    with owned() as (owner, folder, processes):
+        processes[0].suspend()
+        os.kill(owner, signal.SIGKILL)
+        rig.wait_until_gone(processes, timeout=60)
+        assert not folder.exists()
+
+
 def test_nothing_outlives_both_at_once():
     """Even the cells' child processes end, although only the ranks know of these processes."""
     with owned() as (owner, folder, processes):
