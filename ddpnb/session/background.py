@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Self
 
-from ddpnb.cluster.interrupts import noted_interrupts
+from ddpnb.cluster.interrupts import Interrupted, noted_interrupts
 from ddpnb.cluster.processes import wait_until
 from ddpnb.reports.notebook import CELL, Bundle, current_cell, write
 from ddpnb.session.errors import CellInterrupt, render_error
@@ -65,7 +65,11 @@ class Background(ABC):
 
         After ``timeout`` seconds, raise TimeoutError and let the work continue.
         """
-        self.join(timeout)
+        try:
+            self.join(timeout)
+        except Interrupted:
+            text = f"The {self.what} still runs. Run %ddp_interrupt to stop it."
+            raise Interrupted(text) from None
         if not self.done:
             raise TimeoutError(f"The {self.what} did not end within {timeout} s and still runs.")
         if self.error is not None:

@@ -268,7 +268,9 @@ class Run:
         case, said = self.case, ""
         for _ in range(len(case.faults) + 2):
             case.found += judges.unclear(message)
-            if message.error and self.struck is not None and case.phase not in RENEWING[1:]:
+            is_wait = case.phase == "no-wait" and message.error == "KeyboardInterrupt"
+            is_judged = message.error and not is_wait and case.phase not in RENEWING[1:]
+            if is_judged and self.struck is not None:
                 is_sure = len(case.faults) == 1 and message.error != "KeyboardInterrupt"
                 case.found += judges.false_blame(message.text, self.struck, is_sure=is_sure)
                 self.struck = None  # later messages need not repeat it
@@ -303,10 +305,11 @@ class Run:
         found, store = self.case.found, self.kernel.folder / "data/runs/runs.sqlite3"
         self.targets()
         with suppress(TimeoutError):
-            found += judges.unclear(self.cell("%ddp_stop", 20.0))
+            if self.process.poll() is None and "kernel" not in str(self.case.faults):
+                found += judges.unclear(self.cell("%ddp_stop", 20.0))
         self.kernel.client.stop_channels()
         self.kernel.manager.shutdown_kernel(now=True)
-        _, left = psutil.wait_procs(self.marked(), timeout=10)
+        _, left = psutil.wait_procs(self.marked(), timeout=25)
         for each in left:
             found.append(f"left: {' '.join(each.info['cmdline'] or ())[-40:]}")
             each.kill()

@@ -274,3 +274,14 @@ def test_a_library_is_imported_whole_although_it_is_interrupted(kernel: Kernel):
     )
     assert cell.error == "KeyboardInterrupt"
     assert kernel.run("%%ddp\nimport parts; parts.part.__name__").by_rank == both("'parts.part'")
+
+
+def test_an_interrupted_wait_says_that_the_work_goes_on(kernel: Kernel):
+    kernel.run("%%ddp --no-wait\nwhile True: time.sleep(0.01)")
+    cell = kernel.begin("print('begun')\n_.wait()")
+    kernel.wait_for_text(cell, "begun")
+    time.sleep(0.2)
+    kernel.interrupt()
+    assert kernel.wait(cell).error == "KeyboardInterrupt"
+    assert cell.error_text.endswith("still runs. Run %ddp_interrupt to stop it.")
+    assert "Interrupted the cell on ranks 0-1" in kernel.run("%ddp_interrupt").text
