@@ -64,9 +64,9 @@ def test_one_long_name_or_failure_leaves_the_stored_runs_readable(page: Page):
     plain = stored("a-comparison/ddp", **fields)
     long = "a_module.of_mine_with_a_very_long_name:build_task"
     runs = [
-        replace(plain, comparison_id="3", task=long, created=1e9 - 1),
-        replace(plain, comparison_id="2", status=Status.FAILED, detail=killed, created=1e9 + 1),
+        replace(plain, comparison_id="3", task=long),
         plain,
+        replace(plain, comparison_id="2", status=Status.FAILED, detail=killed),  # shown first
     ]
     page.set_content(LOOK + runs_table(runs).html())
     assert page.evaluate("document.querySelector('table').offsetWidth") <= OUTPUT_PIXELS

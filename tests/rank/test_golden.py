@@ -68,7 +68,7 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     "weak scaling": (
         ("ddp",),
-        DIGITS | {"num_epochs": 0.5, "batch_per_worker": 100, "learning_rate": 0.1},
+        DIGITS | {"num_epochs": 0.5, "batch_per_worker": 100},
     ),
     "evaluated": (("ddp", "fsdp", "gossip"), OWN | {"eval_every": 0.5}),
     "accumulate": (FEATURED, OWN | {"accumulate": 3}),
