@@ -42,6 +42,8 @@ CONNECT_SECONDS = 20.0
 
 The first client waits for a shorter time, because the controller may have died.
 """
+QUIET_SECONDS = 0.3
+"""An engine is not asked before this time, because it may not be connected yet."""
 LOOK_AGAIN_SECONDS = 3.0
 """If no new engine appears within this time, ddpnb lists the engines again with a new client.  The
 controller does not report an engine that registers while the client connects."""
@@ -66,6 +68,10 @@ class EngineClient:
         """The ids of the engines that have answered."""
         self._asked: dict[int, tuple[Call, float]] = {}
         """Maps each other engine to the question for its state and the time to ask again."""
+        self._num_missing = 0
+        """The number of engines that are expected and not there yet."""
+        self._changed_at = 0.0
+        """Time at which ``_num_missing`` last changed."""
         self._calls: list[Call] = []
         self._lock = threading.Lock()
 
@@ -93,13 +99,19 @@ class EngineClient:
             if rank in call.ranks:
                 call.lose(rank, cause)
 
-    def new_states(self) -> dict[int, RankState]:
+    def new_states(self, num: int) -> dict[int, RankState]:
         """Return the states of new engines, each once; ask engines that have not answered.
 
+        ddpnb asks once ``num`` engines are there, or once no other engine has come for a while.
         This method does not wait.  Raises RuntimeError if an engine cannot give its state.
         """
+        new, now = set(self._client.ids) - self._known, time.monotonic()
+        if num - len(new) != self._num_missing:
+            self._num_missing, self._changed_at = num - len(new), now
+        if self._num_missing > 0 and now - self._changed_at < QUIET_SECONDS:
+            return {}
         answers: dict[int, RankState] = {}
-        for engine in set(self._client.ids) - self._known:
+        for engine in new:
             call, ask_at = self._asked.get(engine, (Call([engine]), 0.0))
             for event in call.events(0.0):
                 if isinstance(event, Lost):
@@ -107,7 +119,7 @@ class EngineClient:
                     raise RuntimeError(event.cause)
                 if isinstance(event, Returned):
                     answers[engine] = event.value
-            if (now := time.monotonic()) >= ask_at and call.running:
+            if now >= ask_at and call.running:
                 self._send(call, engine, engine, calls.state())
                 ask_at = now + ASK_AGAIN_SECONDS
             self._asked[engine] = call, ask_at
@@ -118,25 +130,21 @@ class EngineClient:
         """Send the calls of a rank to this engine from now on."""
         self._engine_of[rank] = engine
 
-    def wait_for(self, num: int, is_done: Callable[[], bool]) -> None:
-        """Wait until ``is_done()`` is true, while ``num`` engines are new.
+    def wait_for(self, is_done: Callable[[], bool]) -> None:
+        """Wait until ``is_done()``, which uses ``new_states``, is true.
 
         Raises TimeoutError if this takes too long.
         """
-        num_seen, seen_at = 0, time.monotonic()
 
         def is_so() -> bool:
-            nonlocal num_seen, seen_at
             if is_done():
                 return True
-            num_new, now = len(set(self._client.ids) - self._known), time.monotonic()
-            if num_new > num_seen or num_new >= num:
-                num_seen, seen_at = num_new, now
-            elif now - seen_at > LOOK_AGAIN_SECONDS and all(call.done for call in self._calls):
+            is_late = time.monotonic() - self._changed_at > LOOK_AGAIN_SECONDS
+            if self._num_missing > 0 and is_late and all(call.done for call in self._calls):
                 old, self._client = self._client, connected_client(self._path, is_done)
                 self._asked.clear()
                 old.close()
-                seen_at = now
+                self._changed_at = time.monotonic()
             return False
 
         wait_until(is_so, START_TIMEOUT_SECONDS, "not all ranks connected and answered")

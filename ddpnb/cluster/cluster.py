@@ -309,7 +309,8 @@ class Cluster:
     def starting(self) -> set[int]:
         """The living ranks that have been started and are not ready for calls yet."""
         with self._lock:
-            for engine, state in self.client.new_states().items() if self._starting else ():
+            num = len(self._starting)
+            for engine, state in self.client.new_states(num).items() if num else ():
                 started = self._starting.get(state.rank)
                 if started is not None and started.result(CALL_TIMEOUT_SECONDS) == state.pid:
                     self.client.assign(state.rank, engine)
@@ -326,7 +327,7 @@ class Cluster:
 
         try:
             if self._starting:
-                self.client.wait_for(len(self._starting), is_ready)
+                self.client.wait_for(is_ready)
         except (TimeoutError, KeyboardInterrupt) as error:
             late = self.starting & set(ranks)
             advice = f"Run {restart(late)} to start {them(late)} again"
@@ -403,7 +404,7 @@ class Cluster:
             return self.processes.prepared.done() and not self.starting
 
         progress(f"{num_ranks} ranks are forming a process group")
-        client.wait_for(num_ranks, is_ready)
+        client.wait_for(is_ready)
 
     def _begin_generation(self) -> None:
         """Choose the number of a new process group.  The group is unusable until all ranks join.

@@ -154,10 +154,10 @@ def test_a_start_survives_lost_messages_and_stop_leaves_nothing(monkeypatch: pyt
         client._client._ids.remove(1)  # as if the controller's notice was lost
 
         def are_both_there() -> bool:
-            states.update(client.new_states())
+            states.update(client.new_states(2 - len(states)))
             return len(states) == 2
 
-        client.wait_for(2, are_both_there)
+        client.wait_for(are_both_there)
         assert {state.rank for state in states.values()} == {0, 1}
         client.close((), "")
         rig.run(
