@@ -91,18 +91,23 @@ class Cluster:
         with noted_interrupts():
             cluster = cls(spec, private_folder(), home)
             try:
-                cluster.processes = start_processes(spec, cluster.folder, cluster.note_exit)
-            except BaseException as error:
-                remove_folder(cluster.folder)
-                if isinstance(error, OSError):
-                    why = f"The system refuses to start processes: {error.strerror}."
-                    raise UserError(f"{why} Free resources, then run %ddp_start again.") from None
+                try:
+                    cluster.processes = start_processes(spec, cluster.folder, cluster.note_exit)
+                except BaseException:
+                    remove_folder(cluster.folder)
+                    raise
+                try:
+                    cluster._start_ranks(progress)
+                except BaseException:
+                    cluster.stop()
+                    raise
+            except UserError:
                 raise
-            try:
-                cluster._start_ranks(progress)
-            except BaseException:
-                cluster.stop()
-                raise
+            except Exception as error:  # such as TimeoutError, or too many open files
+                why = getattr(error, "strerror", None) or error
+                raise UserError(
+                    f"The ranks could not start: {why}. Run %ddp_start to try again."
+                ) from error
         return cluster
 
     # -- the ranks and their state ---------------------------------------------------
@@ -290,7 +295,8 @@ class Cluster:
                     lambda: not set(ranks) & set(self.living), CALL_TIMEOUT_SECONDS, "not ended"
                 )
             except TimeoutError:
-                slow = say(set(ranks) & set(self.living), "does not end, although ddpnb killed")
+                late = set(ranks) & set(self.living)
+                slow = f"{say(late, 'does')} not end, although ddpnb has killed {them(late)}"
                 raise UserError(f"{sentence(slow)} Run %ddp_restart to start new ranks.") from None
             for rank in {*ranks, *self.dead}:  # more ranks may have died meanwhile
                 self.restart_alone(rank)

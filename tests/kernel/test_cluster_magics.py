@@ -169,6 +169,28 @@ def test_a_process_forked_from_the_kernel_is_refused(kernel: Kernel):
     assert kernel.run("%ddp_runs").text == stored
 
 
+def test_a_start_without_free_descriptors_is_refused_and_leaves_no_folder(bare_kernel: Kernel):
+    bare_kernel.run(
+        "import os, resource, tempfile\nfrom ddpnb.protocol import processes\n"
+        "usual, made = resource.getrlimit(resource.RLIMIT_NOFILE), []\n"
+        "make = tempfile.mkdtemp\n"
+        "def make_noted(**given): made.append(make(**given)); return made[-1]\n"
+        "tempfile.mkdtemp = make_noted\n1 / 0"  # imports what shows an error
+    )
+    for more in (0, 9):
+        bare_kernel.run(
+            "num = max(map(int, os.listdir('/proc/self/fd'))) + 1\n"
+            f"resource.setrlimit(resource.RLIMIT_NOFILE, (num + {more}, usual[1]))"
+        )
+        cell = bare_kernel.run("%ddp_start -n 2")
+        bare_kernel.run("resource.setrlimit(resource.RLIMIT_NOFILE, usual)")
+        assert "%ddp_start to try again" in cell.text, cell.text
+    assert bare_kernel.value("len(made) == 2, [each for each in made if os.path.exists(each)]") == (
+        "True []"
+    )
+    bare_kernel.run("tempfile.mkdtemp = make")
+
+
 def test_the_python_twins(bare_kernel: Kernel):
     run = bare_kernel.run
     table = run("import ddpnb\nddpnb.start(2, device='cpu')")
