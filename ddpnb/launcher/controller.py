@@ -82,9 +82,9 @@ def end_all_after(sentinel: Connection, folder: Path) -> None:
             if kernel is None or kernel.status() != psutil.STATUS_ZOMBIE:
                 continue
         if not sentinel.poll(GRACE_SECONDS):
+            remove_folder(folder)
             break
     kill_programs(folder)
-    remove_folder(folder)
     os.killpg(0, signal.SIGKILL)
 
 
