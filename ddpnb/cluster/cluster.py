@@ -88,19 +88,13 @@ class Cluster:
         Raises UserError if the hosts cannot run this cluster, or if a process failed.
         """
         home = working_folder()
-        with noted_interrupts():
+        with noted_interrupts(), contextlib.ExitStack() as undo:
             cluster = cls(spec, private_folder(), home)
+            undo.callback(remove_folder, cluster.folder)
             try:
-                try:
-                    cluster.processes = start_processes(spec, cluster.folder, cluster.note_exit)
-                except BaseException:
-                    remove_folder(cluster.folder)
-                    raise
-                try:
-                    cluster._start_ranks(progress)
-                except BaseException:
-                    cluster.stop()
-                    raise
+                cluster.processes = start_processes(spec, cluster.folder, cluster.note_exit)
+                undo.callback(cluster.stop)
+                cluster._start_ranks(progress)
             except UserError:
                 raise
             except Exception as error:  # such as TimeoutError, or too many open files
@@ -108,6 +102,7 @@ class Cluster:
                 raise UserError(
                     f"The ranks could not start: {why}. Run %ddp_start to try again."
                 ) from error
+            undo.pop_all()
         return cluster
 
     # -- the ranks and their state ---------------------------------------------------

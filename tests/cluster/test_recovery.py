@@ -3,7 +3,7 @@
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,14 @@ def trained(folder: Path, training: RunningComparison) -> RunSnapshot:
         wait_until(lambda: marks() >= 2 or has_ended.is_set(), "the return", timeout=60)
         (folder / "hold").unlink()
 
-    thread = threading.Thread(target=hold)
+    return trained_beside(training, hold, has_ended)
+
+
+def trained_beside(
+    training: RunningComparison, beside: Callable[[], None], has_ended: threading.Event
+) -> RunSnapshot:
+    """Train while a thread calls a function, which returns soon after ``has_ended`` is set."""
+    thread = threading.Thread(target=beside)
     thread.start()
     try:
         (snapshot,) = training.run().comparison.runs
@@ -224,13 +231,7 @@ def test_all_ranks_but_one_may_die_at_any_time(four, tmp_path, strategy, num_dea
             if not has_ended.wait(began + seconds - time.monotonic()):
                 four.kill([rank])
 
-    thread = threading.Thread(target=kill)
-    thread.start()
-    try:
-        (snapshot,) = training.run().comparison.runs
-    finally:
-        has_ended.set()
-        thread.join()
+    snapshot = trained_beside(training, kill, has_ended)
     assert snapshot.status == "finished"
     assert {mark.rank for mark in snapshot.marks if mark.text == "killed"} == set(dying)
     assert not four.exits
