@@ -15,7 +15,7 @@ from ddpnb.cluster.interrupts import Interrupted, noted_interrupts
 from ddpnb.cluster.link import Exit, Member, Service
 from ddpnb.cluster.placement import ClusterSpec, Placement, rank_settings
 from ddpnb.cluster.processes import LocalProcesses, Processes, StartProcesses, wait_until
-from ddpnb.cluster.wording import deaths, restart, say, sentence, them
+from ddpnb.cluster.wording import deaths, describe_silent, restart, say, sentence, them
 from ddpnb.compat.probe import missing_features
 from ddpnb.protocol.calls import Result, calls
 from ddpnb.protocol.cell_messages import StaleVariable
@@ -58,6 +58,8 @@ class Cluster:
         """Calls in progress that a ``Watch`` supervises."""
         self.generation = 0
         """The number of the current process group.  The first group has number 0."""
+        self.defect = ""
+        """Why the cluster is unusable although its services live; empty if it is usable."""
         self._is_aborted = False
         """True if the process group is aborted, so collectives cannot be called."""
         self._is_checked = False
@@ -166,7 +168,7 @@ class Cluster:
                 return f"the {name} {exit_}"
         if not self.is_over and not self.folder.exists():
             return f"its folder {self.folder} was removed"
-        return None
+        return self.defect or None
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -229,6 +231,10 @@ class Cluster:
         """Kill ranks."""
         self.processes.signal(ranks, signal.SIGKILL)
 
+    def note_survivors(self, ranks: Collection[int]) -> None:
+        """Declare the cluster unusable, because ``ranks`` do not end after SIGKILL."""
+        self.defect = f"{say(ranks, 'does')} not end, although ddpnb has killed {them(ranks)}"
+
     # -- the process group -----------------------------------------------------------
 
     def abort(self, ranks: Collection[int]) -> None:
@@ -252,7 +258,7 @@ class Cluster:
             UserError: a rank runs a cell, or no group could be formed although all ranks are alive.
         """
         is_fit = not self._is_aborted and self._is_checked == is_checked
-        if is_fit or self.living != self.ranks:
+        if is_fit or self.lost or self.living != self.ranks:
             return {}
         self.require_idle(self.ranks)
         self._begin_generation()
@@ -290,9 +296,8 @@ class Cluster:
                     lambda: not set(ranks) & set(self.living), CALL_TIMEOUT_SECONDS, "not ended"
                 )
             except TimeoutError:
-                late = set(ranks) & set(self.living)
-                slow = f"{say(late, 'does')} not end, although ddpnb has killed {them(late)}"
-                raise UserError(f"{sentence(slow)} Run %ddp_restart to start new ranks.") from None
+                self.note_survivors(set(ranks) & set(self.living))
+                raise UserError(self.remedy()) from None
             for rank in {*ranks, *self.dead}:  # more ranks may have died meanwhile
                 self.restart_alone(rank)
             return self.ensure_group()
@@ -331,7 +336,9 @@ class Cluster:
                 self.client.wait_for(is_ready)
         except (TimeoutError, KeyboardInterrupt) as error:
             late = self.starting & set(ranks)
-            advice = f"Run {restart(late)} to start {them(late)} again"
+            advice = (
+                f"Run {restart(late)} to restart {them(late)} again, or %ddp_restart to restart all"
+            )
             text = sentence(f"{say(late, 'is')} still starting. {advice}")
             kind = Interrupted if isinstance(error, KeyboardInterrupt) else UserError
             raise kind(text) from None
@@ -412,12 +419,17 @@ class Cluster:
 
         First, wait for all aborts, because a late abort would close the new group's connections.
         """
+
+        def late() -> list[int]:
+            return [rank for rank in self.living if rank in aborts and not aborts[rank].done()]
+
         aborts = self._aborts
-        wait_until(
-            lambda: all(aborts[rank].done() for rank in self.living if rank in aborts),
-            CALL_TIMEOUT_SECONDS,
-            "a rank did not leave its group",
-        )
+        try:
+            wait_until(lambda: not late(), CALL_TIMEOUT_SECONDS, "not left")
+        except TimeoutError:
+            ranks = late()
+            text = f"{describe_silent(ranks)}. Run {restart(ranks)} to restart {them(ranks)}"
+            raise UserError(sentence(text)) from None
         aborts.clear()
         self.generation += 1
         self._is_aborted = True

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from IPython.core.getipython import get_ipython
+from IPython.core.interactiveshell import InteractiveShell
 
 from ddpnb.protocol.errors import OneLine
 
@@ -15,6 +16,10 @@ OBEYED_SECONDS = 30.0
 """For this time after a recorded interrupt, ddpnb ignores further interrupts in a cell's code."""
 IMPATIENCE_SECONDS = 1.0
 """For this time after an interrupted call, ddpnb ignores further interrupts in a cell's code."""
+
+
+BETWEEN_STATEMENTS = InteractiveShell.run_ast_nodes.__code__
+ENDS = BETWEEN_STATEMENTS, InteractiveShell.showtraceback.__code__
 
 
 class Interrupted(OneLine, KeyboardInterrupt):
@@ -51,9 +56,11 @@ class _SigintHandler:
 
 
 def in_cell(frame: FrameType | None) -> bool:
-    """Return True if a cell's code called the frame, or if this process does not run IPython."""
+    """Return True if a cell runs and shows no error, or if this process does not run IPython."""
     shell = get_ipython()
     while shell is not None and frame is not None and frame.f_globals is not shell.user_ns:
+        if frame.f_code in ENDS:
+            return frame.f_code is BETWEEN_STATEMENTS
         frame = frame.f_back
     return frame is not None
 

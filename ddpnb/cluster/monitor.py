@@ -7,7 +7,7 @@ from typing import Any, final
 from ddpnb.cluster.call import Call
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.hangs import Hang, HangDetector, rarity
-from ddpnb.cluster.wording import say, sentence
+from ddpnb.cluster.wording import describe_silent, sentence
 from ddpnb.protocol.processes import RankCommand, RankStatus
 
 
@@ -70,10 +70,3 @@ class Monitor:
             alive = set(running) & set(self._cluster.living)
             command = self._cluster.processes.command
             self._answers = {rank: command(rank, RankCommand.STATUS) for rank in alive}
-
-
-def describe_silent(ranks: Collection[int]) -> str:
-    """Return a clause that says which ranks do not answer, and the possible reasons."""
-    it = "it" if len(ranks) == 1 else "they"
-    why = f"{it} may be suspended, or may run code that holds the GIL"
-    return f"{say(ranks, 'does not answer')}; {why}"

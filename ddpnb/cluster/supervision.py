@@ -157,6 +157,8 @@ class Watch:
         if running:
             self._kill()
         self._attend_until_done(END_TIMEOUT_SECONDS)
+        if survivors := self.outcome.killed.intersection(running):
+            cluster.note_survivors(survivors)
         self._leave_broken_group()
 
     def _kill(self) -> None:

@@ -40,3 +40,10 @@ def deaths(causes: Mapping[int, str]) -> str:
     for rank, cause in causes.items():
         ranks_of.setdefault(cause, []).append(rank)
     return "; ".join(say(sorted(ranks), cause) for cause, ranks in ranks_of.items())
+
+
+def describe_silent(ranks: Collection[int]) -> str:
+    """Return a clause that says which ranks do not answer, and the possible reasons."""
+    it = "it" if len(ranks) == 1 else "they"
+    why = f"{it} may be suspended, or may run code that holds the GIL"
+    return f"{say(ranks, 'does not answer')}; {why}"

@@ -94,7 +94,10 @@ def leave_debugger_out() -> None:
 
 def redirect_output(path: Path) -> None:
     """Redirect the process's stdout and stderr to a log file, and its stdin to /dev/null."""
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+    try:
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+    except FileNotFoundError:  # the kernel says that the run folder was removed
+        sys.exit(1)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)

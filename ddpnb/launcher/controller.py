@@ -1,11 +1,11 @@
 """Runs ipyparallel's controller, and kills leftover processes.  Runs in the controller."""
 
-import contextlib
 import os
 import secrets
 import signal
 import sys
 import threading
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -78,14 +78,21 @@ def end_all_after(sentinel: Connection, folder: Path) -> None:
     """
     kernel = psutil.Process(os.getppid()).parent()
     while not sentinel.poll(LOOK_SECONDS):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if kernel is None or kernel.status() != psutil.STATUS_ZOMBIE:
-                continue
-        if not sentinel.poll(GRACE_SECONDS):
-            remove_folder(folder)
+        if has_ended(kernel) and not sentinel.poll(GRACE_SECONDS):
             break
     kill_programs(folder)
+    time.sleep(LOOK_SECONDS)
+    if has_ended(kernel):  # otherwise the kernel removes the folder
+        remove_folder(folder)
     os.killpg(0, signal.SIGKILL)
+
+
+def has_ended(process: psutil.Process | None) -> bool:
+    """Return True if a process has ended, and False if it is unknown."""
+    try:
+        return process is not None and process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from bdb import BdbQuit
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import IPython
@@ -314,8 +315,10 @@ def traceback_of(error: BaseException, shell: Any) -> list[str]:
         return []  # the message is enough
     if users and isinstance(error, CollectiveMismatchError | UserError):
         users[-1].tb_next = None
-    if links[1:] and links[-1].tb_frame.f_code is interrupt.__code__:
-        links[-2].tb_next = None
+    if isinstance(error, KeyboardInterrupt):  # hide what ddpnb did when the interrupt came
+        for before, after in pairwise(links[links.index(users[-1]) if users else -2 :]):
+            if after.tb_frame.f_code.co_filename.startswith(OWN_FOLDER):
+                before.tb_next = None
     own = (OWN_FOLDER, IPython.__path__[0])
     others = [each for each in links if not each.tb_frame.f_code.co_filename.startswith(own)]
     frames = [*users, *others, error.__traceback__][0]

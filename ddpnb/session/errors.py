@@ -113,6 +113,8 @@ def failures_of(cluster: Cluster, outcome: Outcome) -> list[Failure]:
 def kept(cluster: Cluster, outcome: Outcome) -> str:
     """Return sentences saying that variables are kept, except on ranks that have died."""
     died = () if cluster.is_over else sorted({**outcome.lost, **outcome.survived})
+    if not died and cluster.lost is not None:
+        return cluster.remedy()
     if died:
         return f"However, {say(died, 'has')} ended. {cluster.remedy(died)}"
     return "All variables are kept."

@@ -13,6 +13,7 @@ from ddpnb.cluster.call import Call
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.interrupts import noted_interrupts
 from ddpnb.cluster.placement import ClusterSpec
+from ddpnb.cluster.wording import say, sentence, them
 from ddpnb.history.model import Status
 from ddpnb.history.query import all_names
 from ddpnb.history.recorder import Recorder, new_id
@@ -285,9 +286,16 @@ class Session:
 
     def _replace(self, ranks: str, progress: OnProgress) -> Table:
         cluster = self.free_cluster()
-        chosen = sorted({*parse_ranks(ranks, len(cluster.ranks)), *cluster.dead})
+        asked, before = parse_ranks(ranks, len(cluster.ranks)), cluster.states
+        chosen = sorted({*asked, *cluster.dead})
         progress(f"restarting {spoken_ranks(chosen)}")
         warn_stale(cluster.bring_back(chosen))
+        new = [
+            now.rank for was, now in zip(before, cluster.states, strict=True) if was.pid != now.pid
+        ]
+        if more := {*new} - {*asked}:
+            again = f"ddpnb has restarted {them(more)}, too, without variables."
+            warn(f"{sentence(say(more, 'has ended'))} {again}")
         return with_notes(ranks_table(cluster.states), cluster)
 
     def _refuse_if_training(self) -> None:

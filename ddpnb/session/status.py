@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.hangs import describe
-from ddpnb.cluster.monitor import describe_silent
 from ddpnb.cluster.placement import MAX_RANKS_PER_CORE, ClusterSpec
-from ddpnb.cluster.wording import say
+from ddpnb.cluster.wording import describe_silent, say
 from ddpnb.protocol.cores import num_cores
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.options import options_of

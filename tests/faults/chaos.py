@@ -278,10 +278,12 @@ class Run:
             if advice := next(iter(judges.commands(message.text)), ""):
                 case.found += ["the same advice again"] * (case.followed[-1:] == [advice])
                 case.followed.append(advice)
-                answer = self.cell(advice)
+                is_stopped = FAR in (f.resumes_after for f in case.faults if f.kind == "SIGSTOP")
+                answer = self.cell(advice, PATIENCE_SECONDS if is_stopped else 60.0)
                 if answer.error:
                     last = answer.error_text.splitlines()[-1][:99]
-                    is_known = len(case.followed) >= len(case.faults)  # no fault came since
+                    is_new = judges.gone_ranks(last, []).keys() - judges.gone_ranks(said, []).keys()
+                    is_known = len(case.followed) >= len(case.faults) and not is_new
                     case.found += [f"{advice} fails: {last}"] * is_known
                     message = answer
                     continue

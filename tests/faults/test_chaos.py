@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tests.faults import chaos_judges as judges
-from tests.faults.chaos import PHASES, Case, Fault, run_groups
+from tests.faults.chaos import KINDS, PHASES, Case, Fault, run_groups
 from tests.kernel.client import Cell
 
 TARGETS = {
@@ -12,6 +12,7 @@ TARGETS = {
     "rank 0": ("idle", "printing", "in a collective", "no-wait"),
     "rank 1": ("computing", "push and pull", "ddp", "async", "evaluation"),
     "fork server": ("stop",),
+    "run folder": ("ddp", "start"),
 }
 RANK = "Rank 1 was killed by SIGKILL. Run %ddp_start -n 3 or %ddp_restart --ranks 1."
 SERVER = "The cluster has ended: the fork server was killed by SIGKILL. Run %ddp_restart."
@@ -23,7 +24,7 @@ def test_a_session_survives_a_fault_in_each_phase(tmp_path: Path, monkeypatch) -
     cases = []
     for target, phases in TARGETS.items():
         for number, phase in enumerate(phases):
-            kinds = ["interrupt"] if target == "notebook" else ["SIGKILL", "SIGABRT", "SIGSEGV"]
+            kinds = KINDS.get(target, ["SIGKILL", "SIGABRT", "SIGSEGV"])
             fault = Fault([target], kinds[number % len(kinds)], 0.2, 0.0)
             cases.append(Case(0, len(cases), phase, 2, [fault]))
     assert {case.phase for case in cases} == {*PHASES}

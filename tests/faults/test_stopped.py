@@ -8,7 +8,17 @@ import psutil
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
-from tests.cluster.rig import begin, finish, processes_of, run, started, wait_until
+from ddpnb.protocol.errors import UserError
+from tests.cluster.rig import (
+    begin,
+    controller_of,
+    finish,
+    is_alive,
+    processes_of,
+    run,
+    started,
+    wait_until,
+)
 from tests.faults.conftest import SETUP
 from tests.programs import python
 
@@ -108,3 +118,27 @@ def test_a_cluster_with_a_stopped_rank_can_be_stopped() -> None:
         psutil.Process(cluster.states[1].pid).suspend()
         cluster.stop()
         assert not [process for process in processes if process.is_running()]
+
+
+def test_a_cluster_with_a_stopped_service_names_the_restart_that_helps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ddpnb.cluster.supervision.END_TIMEOUT_SECONDS", 1.0)
+    with started(3) as cluster:
+        cluster.timeouts = replace(cluster.timeouts, kill_after_seconds=1.0)
+        monkeypatch.setattr("ddpnb.cluster.client.START_TIMEOUT_SECONDS", 1.0)
+        controller = controller_of(cluster)
+        controller.suspend()
+        with pytest.raises(UserError, match=r"restart it again, or %ddp_restart to restart all"):
+            cluster.bring_back([2])
+        controller.resume()
+        wait_until(lambda: not cluster.starting, "rank 2")
+        server, *others = processes_of(cluster)
+        server.suspend()
+        cell = begin(cluster, "import time; time.sleep(1000)")
+        cell.watch.stop_requested = True
+        finish(cell)
+        with pytest.raises(UserError, match=r"ended: ranks 0-2 do not end,.* Run %ddp_restart to"):
+            run(cluster, "1")
+        cluster.stop()
+        assert not [process for process in (server, *others) if is_alive(process)]

@@ -75,6 +75,30 @@ def test_a_call_that_one_rank_has_made_ahead_is_not_met_by_the_next_cell(
     assert "sub" in kernel.run("%%ddp\n1").stderr
 
 
+PRESSED = """%%ddp
+import pressing, sys
+pressing.where = "_issued"
+sys.setprofile(pressing.press)
+dist.all_reduce(torch.ones(4))
+"""
+PRESSING = """
+import signal, sys
+where = "run_code"  # a method of IPython that runs one statement
+def press(frame, event, argument):
+    if frame.f_code.co_name == where:
+        sys.setprofile(None)
+        signal.raise_signal(signal.SIGINT)
+"""
+
+
+def test_an_interrupt_within_a_call_shows_no_code_of_ddpnb(kernel: Kernel):
+    (kernel.folder / "pressing.py").write_text(PRESSING)
+    cell = kernel.run(PRESSED)
+    assert cell.error == "RankError", cell.text
+    assert "in all_reduce\n" in cell.error_text
+    assert "ddpnb/" not in cell.error_text
+
+
 WITHIN = """%%ddp
 import sys
 def stay(frame, event, called):
@@ -131,6 +155,12 @@ def test_an_impatient_user_loses_nothing(kernel: Kernel):
             has_replied.set()
     assert cell.error == "KeyboardInterrupt"
     kernel.run("del get_ipython().kernel.finish_metadata")
+
+
+def test_an_interrupt_between_two_statements_ends_the_cell(kernel: Kernel):
+    (kernel.folder / "pressing.py").write_text(PRESSING)
+    source = "import pressing, sys\n%ddp_samples\nsys.setprofile(pressing.press)\nprint('next')"
+    assert kernel.run(source).error == "KeyboardInterrupt"
 
 
 def test_a_timeout_stops_every_rank_and_keeps_the_variables(kernel: Kernel):
@@ -217,7 +247,7 @@ def test_a_run_that_had_trained_to_its_end_keeps_all_but_its_evaluation(kernel: 
 
 
 COMMANDS = {
-    "cell": "%%ddp\ntime.sleep(0.3)",
+    "cell": "get_ipython().run_cell_magic('ddp', '', 'time.sleep(0.3)')",
     "restart": "%ddp_restart --ranks 1",
     "push": "big = 'x' * 50_000_000\n%ddp_push big",
     "pull": "%ddp_pull torch.ones(5_000_000) --as pulled",
@@ -228,8 +258,9 @@ COMMANDS = {
     "collective": "%ddp_show all_reduce",
     "positions": "%ddp_why\n%ddp_status",
 }
-LAST = "import time; time.sleep(0.2)"
-"""Keeps a cell running, because ipykernel may lose an interrupt between two cells."""
+BETWEEN = "print('begun', flush=True)\nSOURCE\nimport time; time.sleep(50)"
+"""Keeps a cell running until the interrupt: between two cells ipykernel may lose an interrupt, and
+an interrupt may lose ipykernel's reply."""
 NUM_MOMENTS = int(os.environ.get("DDPNB_NUM_MOMENTS", "3"))
 """The number of interrupts of each command."""
 
@@ -243,12 +274,13 @@ def test_an_interrupt_at_any_moment_of_a_command_keeps_the_session_and_the_varia
     draw, is_restart = random.Random(source), source == COMMANDS["restart"]
     for _ in range(NUM_MOMENTS):
         assert kernel.run("%%ddp\nkept = rank + 10").passed
-        cell = kernel.begin(source if source.startswith("%%") else f"{source}\n{LAST}")
+        cell = kernel.begin(BETWEEN.replace("SOURCE", source))
+        kernel.wait_for_text(cell, "begun")
         time.sleep(draw.uniform(0, usual))
         interrupted_at = time.monotonic()
         kernel.interrupt()
         kernel.wait(cell)
-        assert cell.error in ("", "KeyboardInterrupt"), cell.text
+        assert cell.error == "KeyboardInterrupt", cell.text
         following = kernel.run(f"%%ddp\n{ALL_REDUCE}\nglobals().get('kept'), total.item()")
         if following.error and is_restart:  # rank 1 had been killed and not yet started
             assert "Run %ddp_restart --ranks 1 to" in following.refusal

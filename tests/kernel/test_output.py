@@ -214,7 +214,7 @@ def test_a_flood_takes_little_memory(kernel: Kernel):
 
 
 def test_characters_of_c_code_are_read_whole(kernel: Kernel):
-    cell = kernel.run("%%rank 0\nimport os\nos.write(1, ('a' + 'é' * 100_000 + '\\n').encode())")
+    cell = kernel.run("%%rank 0\nimport os\nos.write(1, ('a' + 'é' * 100_000 + '\\n').encode());")
     assert cell.by_rank[0][0] == "a" + "é" * 100_000
 
 

@@ -129,7 +129,7 @@ class WorkQueue:
         num_first, every = self.num_workers * (1 + self.num_prefetched), range(self.num_shards)
         self._first, self._shards = every[:num_first], every[num_first:]
         """Numbers of the shards that workers get at the start, and numbers of all other shards."""
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
         """Condition variable of the queue. The queue holds this lock when it calls ``updates``."""
         self._workers: dict[int, _Worker] = {}
         self._has_begun = False
@@ -153,7 +153,7 @@ class WorkQueue:
         """
         asked_at = self._time()
         try:
-            with self._changed:
+            with self.changed:
                 if request == "begin":
                     return self._begin(rank, incarnation)
                 worker = self._living(rank, incarnation)
@@ -175,7 +175,7 @@ class WorkQueue:
 
     def lose(self, rank: int, incarnation: object = None) -> Reply:
         """Remove a worker that seems dead. Return the reply that the worker gets if it is alive."""
-        with self._changed:
+        with self.changed:
             worker = self._workers.get(rank)
             if worker is None or worker.incarnation is incarnation:  # if no new process replaced it
                 self._lose(rank)
@@ -183,7 +183,7 @@ class WorkQueue:
 
     def fail(self, rank: int, error: Exception | None = None) -> None:
         """End the run for all workers, because a worker or this rank has failed."""
-        with self._changed:
+        with self.changed:
             self._fail(rank)
             self.error = self.error or error
 
@@ -281,7 +281,7 @@ class WorkQueue:
             return reply
         num = worker.shards[0] if worker.shards else None
         now = self.order.reply(rank, num, is_first=is_first)
-        self._changed.notify_all()
+        self.changed.notify_all()
         if num is None:  # note it now, because the last request may arrive at any time
             self._note_done(rank, worker)
         return reply._replace(now=now)
@@ -300,7 +300,7 @@ class WorkQueue:
                 worker.is_held = False
                 if self.order is not None:
                     self.order.resume(rank)
-        self._changed.notify_all()
+        self.changed.notify_all()
 
     def _wait(self, is_so: Callable[[], bool]) -> None:
         """Wait until a condition is true."""
@@ -309,7 +309,7 @@ class WorkQueue:
             if left <= 0:
                 self._give_up()
             else:
-                self._changed.wait(left)
+                self.changed.wait(left)
             self._check()
 
     def _give_up(self) -> None:
@@ -334,4 +334,4 @@ class WorkQueue:
     def _fail(self, rank: int) -> None:
         if self._failed_rank == NO_RANK:
             self._failed_rank = rank
-        self._changed.notify_all()
+        self.changed.notify_all()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpnb.compat import torch_internals
-from ddpnb.protocol.messages import RankState
+from ddpnb.protocol.messages import Memory, RankState
 from ddpnb.protocol.processes import limit_waits
 from ddpnb.rank.cancellation import RankLostError
 from ddpnb.rank.collectives.flat import num_bytes
@@ -133,6 +133,11 @@ class AsynchronousStrategy(Strategy):
             if parameter.device.type == "cpu":
                 parameter.data = parameter.data.clone()  # in private memory
         return self.worker.model
+
+    def memory(self) -> Memory:
+        """Return the memory that this rank uses, between two updates by the server."""
+        with contextlib.nullcontext() if self.queue is None else self.queue.changed:
+            return super().memory()
 
     def _leave(self) -> None:
         """Report that this worker has failed, unless it has finished. This ends the run for all."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -285,6 +286,7 @@ class Stop:
         is_on_one_host = state.local_world_size == state.world_size
         self._every = 1 if is_on_one_host else STEPS_BETWEEN_LOOKS
         self._store: Any = None if self._is_alone else group_store()
+        self._folder = run.here.folder if is_on_one_host else os.curdir
         self._has_read = False
         self._begun_at = math.nan
         self._shortest = math.inf
@@ -296,6 +298,8 @@ class Stop:
             return self._wanted()
         if step % self._every:
             return False
+        if not os.path.exists(self._folder):  # the store would wait a minute for its file
+            raise RunCancelledError("The run folder was removed.")
         self._shortest = min(self._shortest, time.monotonic() - self._begun_at)
         if not self._has_read:
             if self._wanted():  # the value is the target, and the number of steps of the next raise
