@@ -388,7 +388,7 @@ class Cluster:
         if prepared.done() and (cause := prepared.exception()) and not self.exits:
             is_users = isinstance(cause, UserError)
             raise cause if is_users else UserError(f"The ranks could not be prepared: {cause}")
-        if not self.folder.exists():
+        if not self.folder.exists() and Service.FORK_SERVER not in self.exits:
             raise UserError(f"The folder {self.folder} was removed. Run %ddp_start to try again.")
         if exits := list(self.exits.values()):
             first, member = exits[0], exits[0].member

@@ -36,6 +36,7 @@ from ddpnb.protocol.processes import (
     kill_programs,
     may_have_gpus,
     own_package,
+    remove_folder,
 )
 
 STOP_TIMEOUT_SECONDS = 8.0
@@ -104,6 +105,7 @@ class ForkServer:
     def _note_end(self) -> None:
         self._kill_group()
         self._on_exit(Exit(member=Service.FORK_SERVER, code=self._server.wait()))
+        remove_folder(self._folder)
 
     def _kill_group(self) -> None:
         """Kill the fork server and its children.  The pid stays valid until ``wait`` is called."""

@@ -48,7 +48,7 @@ def send(
     """Send pickled values to ranks; raise UserError if a rank cannot read the values."""
     what = ", ".join(names)
     with (
-        new_files(cluster.folder, [""]) as path,
+        new_files(cluster, [""]) as path,
         mistakes_named(f"Rank {{}} cannot read {what}"),
     ):
         try:
@@ -68,7 +68,7 @@ def pull(
 
     ``given_by`` is the call that evaluates the expression.  The call has no time limit.
     """
-    with new_files(cluster.folder, [f"-{rank}" for rank in ranks]) as path:
+    with new_files(cluster, [f"-{rank}" for rank in ranks]) as path:
         own = path if cluster.is_local else ""
         with mistakes_named(f"Rank {{}} cannot send the value of {expression}"):
             given = given_by(expression, own, own_classes(), len(ranks))
@@ -97,17 +97,22 @@ def mistakes_named(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def new_files(folder: Path, suffixes: Sequence[str]) -> Iterator[str]:
+def new_files(cluster: Cluster, suffixes: Sequence[str]) -> Iterator[str]:
     """Create an empty file in the run folder for each suffix, and yield the path without suffix.
 
     At the end of the block, the files are removed, but memory mappings of the files stay valid.
+    If the cluster has ended, raise a UserError that says why.
     """
-    path = f"{folder}/{PREFIX}{secrets.token_hex(8)}"
+    path = f"{cluster.folder}/{PREFIX}{secrets.token_hex(8)}"
     files = [Path(f"{path}{suffix}") for suffix in suffixes]
     try:
         for file in files:
             file.touch(mode=0o600, exist_ok=False)
         yield path
+    except (OSError, UserError) as error:
+        if cluster.lost is not None:
+            raise UserError(cluster.remedy()) from error
+        raise
     finally:
         for file in files:
             file.unlink(missing_ok=True)

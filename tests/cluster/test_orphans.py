@@ -84,6 +84,7 @@ def test_the_end_of_a_service_is_reported_and_nothing_outlives_it(service: Servi
         (processes[0] if server else rig.controller_of(cluster)).kill()
         if server:
             rig.wait_until_gone(processes, timeout=10)
+            rig.wait_until(lambda: not cluster.folder.exists(), "the end of the run folder")
         rig.wait_until(lambda: cluster.lost is not None, "word of the end")
         assert cluster.lost == f"the {service} was killed by SIGKILL"
         assert cluster.living == (() if server else (0, 1))

@@ -284,7 +284,8 @@ class Run:
                     last = answer.error_text.splitlines()[-1][:99]
                     is_new = judges.gone_ranks(last, []).keys() - judges.gone_ranks(said, []).keys()
                     is_known = len(case.followed) >= len(case.faults) and not is_new
-                    case.found += [f"{advice} fails: {last}"] * is_known
+                    is_cut = answer.error == "KeyboardInterrupt"  # which waited for a stopped one
+                    case.found += [f"{advice} fails: {last}"] * (is_known and not is_cut)
                     message = answer
                     continue
             usable = self.cell(USABLE, 20.0)
