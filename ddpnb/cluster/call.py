@@ -116,11 +116,13 @@ class Call:
 
     def _takes(self, event: CallEvent) -> bool:
         """Update ``running`` and ``speaking``; return False for a rank's second result."""
-        if isinstance(event, OutputEnded | Lost):
+        if isinstance(event, OutputEnded):
             self.speaking.discard(event.rank)
         if isinstance(event, Returned | Lost):
-            if event.rank not in self.running:
+            if event.rank not in self.running:  # if it is lost, so may be its last output
                 return False
+            if isinstance(event, Lost):
+                self.speaking.discard(event.rank)
             self.running.remove(event.rank)
             self._output_deadline = time.monotonic() + OUTPUT_TIMEOUT_SECONDS
         return True

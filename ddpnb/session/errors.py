@@ -52,31 +52,42 @@ class RankError(Exception):
         return render_failures(self.failures, self._remedy)
 
 
-class CellTimeoutError(OneLine, TimeoutError):
+class Ended(OneLine):
+    """A call was ended.  ``kept`` is called when the error is shown, as ``remedy`` above."""
+
+    def __init__(self, text: str, kept: Callable[[], str]) -> None:
+        super().__init__(text)
+        self._kept = kept
+
+    def __str__(self) -> str:
+        """Return what has ended, and what is kept now."""
+        return f"{self.args[0]} {self._kept()}"
+
+
+class CellTimeoutError(Ended, TimeoutError):
     """A cell took longer than its ``--timeout`` and was stopped."""
 
-    def __init__(self, seconds: float, where: str, kept: str) -> None:
-        super().__init__(
-            f"The cell took longer than {seconds:g} s and was stopped on all ranks{where}. {kept}"
-        )
+    def __init__(self, seconds: float, where: str, kept: Callable[[], str]) -> None:
+        text = f"The cell took longer than {seconds:g} s and was stopped on all ranks{where}."
+        super().__init__(text, kept)
 
 
-class CellInterrupt(Interrupted):
+class CellInterrupt(Ended, Interrupted):
     """A cell or run was interrupted, and its ranks have stopped."""
 
-    def __init__(self, kept: str, where: str = "") -> None:
-        super().__init__(f"The ranks have stopped{where}. {kept}")
+    def __init__(self, kept: Callable[[], str], where: str = "") -> None:
+        super().__init__(f"The ranks have stopped{where}.", kept)
 
 
 CellInterrupt.__name__ = Interrupted.__name__
 
 
-class HangError(OneLine, Exception):
+class HangError(Ended, Exception):
     """The ranks waited for each other without end, and ddpnb released or killed them."""
 
-    def __init__(self, hang: Hang, lost: Collection[int], kept: str) -> None:
+    def __init__(self, hang: Hang, lost: Collection[int], kept: Callable[[], str]) -> None:
         how = "killed" if {each.rank for each in hang.waiting} & {*lost} else "released"
-        super().__init__(f"{hang}. ddpnb {how} the waiting ranks. {kept}")
+        super().__init__(f"{hang}. ddpnb {how} the waiting ranks.", kept)
 
 
 def error_of(cluster: Cluster, outcome: Outcome) -> HangError | RankError | UserError | None:
@@ -110,14 +121,16 @@ def failures_of(cluster: Cluster, outcome: Outcome) -> list[Failure]:
     return [*outcome.failures, *deaths]
 
 
-def kept(cluster: Cluster, outcome: Outcome) -> str:
-    """Return sentences saying that variables are kept, except on ranks that have died."""
-    died = () if cluster.is_over else sorted({**outcome.lost, **outcome.survived})
-    if not died and cluster.lost is not None:
-        return cluster.remedy()
-    if died:
-        return f"However, {say(died, 'has')} ended. {cluster.remedy(died)}"
-    return "All variables are kept."
+def kept(cluster: Cluster, outcome: Outcome) -> Callable[[], str]:
+    """Return a function that says that variables are kept, except on ranks that have died."""
+
+    def now() -> str:
+        died = () if cluster.is_over else sorted({**outcome.lost, **outcome.survived})
+        if died:
+            return f"However, {say(died, 'has')} ended. {cluster.remedy(died)}"
+        return "All variables are kept." if cluster.lost is None else cluster.remedy()
+
+    return now
 
 
 def where_stopped(outcome: Outcome) -> str:

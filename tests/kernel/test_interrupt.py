@@ -261,7 +261,7 @@ COMMANDS = {
 BETWEEN = "print('begun', flush=True)\nSOURCE\nimport time; time.sleep(50)"
 """Keeps a cell running until the interrupt: between two cells ipykernel may lose an interrupt, and
 an interrupt may lose ipykernel's reply."""
-NUM_MOMENTS = int(os.environ.get("DDPNB_NUM_MOMENTS", "3"))
+NUM_MOMENTS = int(os.environ.get("DDPNB_NUM_MOMENTS", "2"))
 """The number of interrupts of each command."""
 
 

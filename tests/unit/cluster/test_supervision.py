@@ -124,3 +124,11 @@ def test_causes_leave_out_what_followed_from_another():
     outcome.note(failed(2), now=1.0)
     outcome.note(Lost(rank=1, cause="was killed by SIGKILL"), now=1.0)
     assert outcome.causes() == "rank 1 was killed by SIGKILL; rank 2 failed: ValueError: bad"
+
+
+def test_the_output_of_a_rank_that_ends_before_all_of_it_has_arrived_is_missing():
+    call = Call([0, 1])
+    for event in (ended(0), Lost(rank=0, cause="died"), Lost(rank=1, cause="died")):
+        call.inbox.put(event)
+    assert [type(event) for event in call.events(0.0)] == [Returned, Lost]
+    assert call.speaking == {0}

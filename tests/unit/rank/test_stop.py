@@ -4,6 +4,7 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,7 +133,7 @@ def stopped(
             plan=Plan(num_ranks=num_ranks, num_workers=num_ranks, synchronous=True),
             state=state,
             name=str,
-            here=SimpleNamespace(cancellation=token or CancellationToken()),
+            here=SimpleNamespace(cancellation=token or CancellationToken(), folder=Path()),
         )
         decides = loop.Stop(context, lambda: world.now >= asked.get(rank, 1e9))
         for step in range(num_steps):

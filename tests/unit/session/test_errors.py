@@ -172,10 +172,10 @@ def test_a_timeout_and_an_interrupt_are_one_line():
         "rank 5 had failed: ZeroDivisionError)"
     )
     assert where_stopped(Outcome(returned={rank: stopped[rank] for rank in (2, 4)})) == ""
-    (line,) = CellTimeoutError(2.5, where, "Kept.")._render_traceback_()
+    (line,) = CellTimeoutError(2.5, where, lambda: "Kept.")._render_traceback_()
     assert "2.5 s" in line
     assert where in line
-    error = CellInterrupt("Kept.")
+    error = CellInterrupt(lambda: "Kept.")
     assert isinstance(error, KeyboardInterrupt)
     assert render_error(OSError("plain")) == "OSError('plain')"
     assert error._render_traceback_() == ["KeyboardInterrupt: The ranks have stopped. Kept."]
