@@ -178,10 +178,8 @@ class Run:
     def has_ended(self, cell: Cell, limit: float) -> bool:
         """Wait until a cell has ended, longer on a busy machine, or until the kernel has died."""
         idle = (cell.request, "status", {"execution_state": "idle"})
-        busy = (
-            max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)) if limit > PATIENCE_SECONDS else 1
-        )
-        deadline = time.monotonic() + limit * busy
+        load = os.getloadavg()[0] / (os.cpu_count() or 1) if limit > PATIENCE_SECONDS else 1.0
+        deadline = time.monotonic() + limit * min(2.0, max(1.0, load))
         while not cell.status and time.monotonic() < deadline and self.process.poll() is None:
             with suppress(TimeoutError):
                 if idle in self.kernel.messages(0.2):

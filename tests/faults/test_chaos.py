@@ -12,7 +12,7 @@ TARGETS = {
     "rank 0": ("idle", "printing", "no-wait"),
     "rank 1": ("push and pull", "async", "evaluation"),
     "fork server": ("stop",),
-    "run folder": ("ddp", "start"),
+    "run folder": ("hogwild", "ddp", "start"),
 }
 RANK = "Rank 1 was killed by SIGKILL. Run %ddp_start -n 3 or %ddp_restart --ranks 1."
 SERVER = "The cluster has ended: the fork server was killed by SIGKILL. Run %ddp_restart."

@@ -180,10 +180,11 @@ class Server:
         A worker that no longer reads delays the end by at most ``STALLED_SECONDS``.
         """
         self._is_closing = True
-        for listener in self._listeners:  # macOS cannot shut down a listener, so wake its thread
-            with contextlib.suppress(OSError):
-                Client(listener.address).close()
-        for thread in self._acceptors:
+        for listener, thread in zip(self._listeners, self._acceptors, strict=True):
+            try:
+                Client(listener.address).close()  # macOS cannot shut down a listener, so wake it
+            except OSError:  # the socket's file was removed, so nothing can wake the thread
+                continue
             thread.join(self._timeout)
         for connection in self._connections:
             with contextlib.suppress(OSError):  # already closed

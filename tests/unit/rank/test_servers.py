@@ -1,14 +1,18 @@
 """A worker's parameters stay fixed while it trains, and a shard is trained or lost only once."""
 
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from ddpnb.rank.servers.queue import UpdateCounter, WorkQueue
+from ddpnb.rank.servers.server import Server
 from ddpnb.rank.strategies.async_ps import ParameterStore
 from ddpnb.rank.strategies.asynchronous import scaled_rate
 from tests.rank.fit import packed
@@ -103,3 +107,14 @@ def test_no_worker_gets_further_ahead_than_the_bound():
             waits.result(0.3)
         queue.handle(1, "step")
         assert waits.result(10).waited_seconds > 0.2
+
+
+def test_a_server_whose_socket_was_removed_ends_at_once(tmp_path: Path):
+    unused: Any = None
+    server = Server([torch.ones(3)], 1, timeout_seconds=60.0)
+    path = Path(server.serve(unused, str(tmp_path / "s")))
+    path.unlink()
+    began = time.monotonic()
+    server.close()
+    assert time.monotonic() - began < 30
+    path.touch()  # the listener removes it at the process's exit
