@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import random
 import secrets
 import socket
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 import zmq
 
 from ddpnb.cluster.link import ForkServerLink
-from ddpnb.hosts.network import reserve_port
+from ddpnb.hosts.network import free_ports, reserve_port
 from ddpnb.hosts.processes import HostProcesses
 from ddpnb.hosts.router import Router
 from ddpnb.hosts.wire import Word
@@ -135,3 +136,10 @@ def test_a_port_that_is_kept_is_for_who_asks_for_it_by_number():
         listener.bind(place)
         listener.listen()
         socket.create_connection(place, timeout=10).close()
+
+
+def test_the_choice_of_ports_leaves_the_users_random_numbers_alone():
+    random.seed(1)
+    before = random.getstate()
+    assert len({*free_ports("127.0.0.1", 3)}) == 3
+    assert random.getstate() == before
