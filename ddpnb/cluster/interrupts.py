@@ -17,8 +17,8 @@ OBEYED_SECONDS = 30.0
 IMPATIENCE_SECONDS = 1.0
 """For this time after an interrupted call, ddpnb ignores further interrupts in a cell's code."""
 
-
 BETWEEN_STATEMENTS = InteractiveShell.run_ast_nodes.__code__
+"""The method that runs the statements of a cell.  It shows an interrupt between two statements."""
 ENDS = BETWEEN_STATEMENTS, InteractiveShell.showtraceback.__code__
 
 

@@ -286,7 +286,7 @@ class Stop:
         is_on_one_host = state.local_world_size == state.world_size
         self._every = 1 if is_on_one_host else STEPS_BETWEEN_LOOKS
         self._store: Any = None if self._is_alone else group_store()
-        self._folder = run.here.folder if is_on_one_host else os.curdir
+        self._folder = run.here.folder if is_on_one_host else os.sep
         self._has_read = False
         self._begun_at = math.nan
         self._shortest = math.inf
