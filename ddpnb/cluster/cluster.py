@@ -58,8 +58,8 @@ class Cluster:
         """Calls in progress that a ``Watch`` supervises."""
         self.generation = 0
         """The number of the current process group.  The first group has number 0."""
-        self.defect = ""
-        """Why the cluster is unusable although its services live; empty if it is usable."""
+        self.survivors: set[int] = set()
+        """Ranks that ddpnb has killed.  While one of them lives, the cluster is unusable."""
         self._is_aborted = False
         """True if the process group is aborted, so collectives cannot be called."""
         self._is_checked = False
@@ -168,7 +168,9 @@ class Cluster:
                 return f"the {name} {exit_}"
         if not self.is_over and not self.folder.exists():
             return f"its folder {self.folder} was removed"
-        return self.defect or None
+        if late := self.survivors & set(self.living):
+            return f"{say(late, 'does')} not end, although ddpnb has killed {them(late)}"
+        return None
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -231,10 +233,6 @@ class Cluster:
         """Kill ranks."""
         self.processes.signal(ranks, signal.SIGKILL)
 
-    def note_survivors(self, ranks: Collection[int]) -> None:
-        """Declare the cluster unusable, because ``ranks`` do not end after SIGKILL."""
-        self.defect = f"{say(ranks, 'does')} not end, although ddpnb has killed {them(ranks)}"
-
     # -- the process group -----------------------------------------------------------
 
     def abort(self, ranks: Collection[int]) -> None:
@@ -296,7 +294,7 @@ class Cluster:
                     lambda: not set(ranks) & set(self.living), CALL_TIMEOUT_SECONDS, "not ended"
                 )
             except TimeoutError:
-                self.note_survivors(set(ranks) & set(self.living))
+                self.survivors |= set(ranks)
                 raise UserError(self.remedy()) from None
             for rank in {*ranks, *self.dead}:  # more ranks may have died meanwhile
                 self.restart_alone(rank)
@@ -308,6 +306,7 @@ class Cluster:
         Once the rank is no longer ``starting``, ``ensure_group`` can form a new group.
         """
         self._is_aborted = True
+        self.survivors.discard(rank)
         self._aborts.pop(rank, None)
         self.start_rank(rank, generation=None)
 

@@ -157,8 +157,7 @@ class Watch:
         if running:
             self._kill()
         self._attend_until_done(END_TIMEOUT_SECONDS)
-        if survivors := self.outcome.killed.intersection(running):
-            cluster.note_survivors(survivors)
+        cluster.survivors |= self.outcome.killed & running
         self._leave_broken_group()
 
     def _kill(self) -> None:

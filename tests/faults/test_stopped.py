@@ -10,6 +10,7 @@ import pytest
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.protocol.errors import UserError
 from tests.cluster.rig import (
+    ALL_REDUCE,
     begin,
     controller_of,
     finish,
@@ -140,5 +141,11 @@ def test_a_cluster_with_a_stopped_service_names_the_restart_that_helps(
         finish(cell)
         with pytest.raises(UserError, match=r"ended: ranks 0-2 do not end,.* Run %ddp_restart to"):
             run(cluster, "1")
+        server.resume()
+        wait_until(lambda: cluster.dead == (0, 1, 2), "the end of the killed ranks")
+        assert cluster.lost is None
+        assert not cluster.bring_back([0, 1, 2])
+        assert not run(cluster, ALL_REDUCE).failures
+        server.suspend()
         cluster.stop()
         assert not [process for process in (server, *others) if is_alive(process)]
