@@ -24,6 +24,7 @@ class FakeCluster:
         self.is_over = False
         self.supervised: list[Call] = []
         self.asked: list[str] = []
+        self.survivors: set[int] = set()
         self.call = Call(ranks=(0, 1))
         self.abort = lambda ranks: self.ask("abort")
         self.interrupt = lambda ranks: self.ask("interrupt")
@@ -73,6 +74,7 @@ def test_a_stop_becomes_harder_until_it_is_obeyed(obeyed: str, asked: set[str]):
     assert not watch.run().timed_out
     assert set(cluster.asked) == asked
     assert not cluster.supervised
+    assert not cluster.survivors
     assert len(notes) == (obeyed == "kill")
 
 
