@@ -283,8 +283,8 @@ class Cluster:
     def bring_back(self, ranks: Sequence[int]) -> dict[StaleVariable, list[int]]:
         """Restart ranks in a new process group; the other ranks keep their variables.
 
-        Returns the result of ``ensure_group``.  If another rank runs a cell, this method raises
-        UserError and does not end any rank.
+        Returns the result of ``ensure_group``.  Raises UserError if one of the ranks dies again.
+        If another rank runs a cell, this method raises UserError and does not end any rank.
         """
         self.require_idle(set(self.ranks) - set(ranks))
         with noted_interrupts():
@@ -298,7 +298,9 @@ class Cluster:
                 raise UserError(self.remedy()) from None
             for rank in {*ranks, *self.dead}:  # more ranks may have died meanwhile
                 self.restart_alone(rank)
-            return self.ensure_group()
+            stale = self.ensure_group()
+            self.require(ranks)
+            return stale
 
     def restart_alone(self, rank: int) -> None:
         """Restart a dead rank without a process group, and return at once.

@@ -90,6 +90,22 @@ def test_every_rank_draws_other_random_numbers(cluster: Cluster):
     assert [len(set(drawn)) for drawn in zip(*numbers, strict=True)] == [3, 3, 3]
 
 
+def test_a_rank_that_dies_again_at_its_restart_is_named(cluster: Cluster, monkeypatch):
+    restart_alone = cluster.restart_alone
+
+    def restart_and_kill(rank: int) -> None:
+        restart_alone(rank)
+        cluster.kill([rank])
+        rig.wait_until(lambda: rank in cluster.exits, "the rank's end")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Cluster, "restart_alone", lambda _, rank: restart_and_kill(rank))
+        with pytest.raises(UserError, match=r"SIGKILL\. Run %ddp_restart --ranks 1"):
+            cluster.bring_back([1])
+    cluster.bring_back([1])
+    assert rig.total(cluster) == [2.0] * 2
+
+
 def test_no_key_stands_in_the_environment_or_command_line_of_a_process(cluster: Cluster):
     secrets = [
         value

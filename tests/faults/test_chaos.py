@@ -9,10 +9,10 @@ from tests.kernel.client import Cell
 TARGETS = {
     "child": ("restart", "restart of a rank"),
     "notebook": ("check",),
-    "rank 0": ("idle", "printing", "no-wait"),
+    "rank 0": ("printing", "no-wait"),
     "rank 1": ("push and pull", "async", "evaluation"),
     "fork server": ("stop",),
-    "run folder": ("hogwild", "ddp", "start"),
+    "run folder": ("hogwild", "start"),
 }
 RANK = "Rank 1 was killed by SIGKILL. Run %ddp_start -n 3 or %ddp_restart --ranks 1."
 SERVER = "The cluster has ended: the fork server was killed by SIGKILL. Run %ddp_restart."

@@ -127,11 +127,12 @@ def test_a_cluster_with_a_stopped_service_names_the_restart_that_helps(
     monkeypatch.setattr("ddpnb.cluster.supervision.END_TIMEOUT_SECONDS", 1.0)
     with started(3) as cluster:
         cluster.timeouts = replace(cluster.timeouts, kill_after_seconds=1.0)
-        monkeypatch.setattr("ddpnb.cluster.client.START_TIMEOUT_SECONDS", 1.0)
         controller = controller_of(cluster)
         controller.suspend()
-        with pytest.raises(UserError, match=r"restart it again, or %ddp_restart to restart all"):
-            cluster.bring_back([2])
+        with monkeypatch.context() as patch:
+            patch.setattr("ddpnb.cluster.client.START_TIMEOUT_SECONDS", 1.0)
+            with pytest.raises(UserError, match=r"restart it again, or %ddp_restart to restart"):
+                cluster.bring_back([2])
         controller.resume()
         wait_until(lambda: not cluster.starting, "rank 2")
         server, *others = processes_of(cluster)
