@@ -35,12 +35,17 @@ READ_BYTES = 65_536
 """Maximum number of bytes to read from a descriptor at once: the size of a pipe."""
 LOG_BYTES = 4_000_000
 """Size at which the log of a descriptor's text begins again.  The log may take memory."""
-SHOWN_AT_ONCE = 4_000_000
-"""Number of characters that each stream of a cell shows, however fast the cell prints them."""
+SHOWN_AT_ONCE = 1_000_000
+"""Number of characters that all ranks together show at once on each stream of a cell.
+
+Jupyter's server drops text beyond 3 MB in 3 s (``iopub_data_rate_limit``).
+"""
 SHOWN_PER_SECOND = 5_000
-"""Number of further characters that each stream shows for each second."""
+"""Number of further characters that each rank shows for each second."""
 SHOWN_END = 100_000
-"""Minimum number of characters that a stream shows of the end of a flood."""
+"""Minimum number of characters that all ranks together show of the end of a flood."""
+SHOWN_LEAST = 10_000
+"""Minimum share of one rank in ``SHOWN_AT_ONCE`` and ``SHOWN_END``."""
 KEPT_BYTES = 32_000_000
 """Maximum size of the file with the middle of a flood.  The file may take memory."""
 KEPT_BY = "_tee", "_format_exception_for_storage"
@@ -125,12 +130,14 @@ class DescriptorStream(OutStream):
 
     path = "%s.log"
     """The file for the middle of a flood.  ``%s`` becomes the stream's name."""
+    num_ranks = 1
+    """The number of ranks that share the limits."""
     _fid: Any
     _should_watch = False
     """True if a thread reads the descriptor; ipykernel 6 sets this only if it starts a thread."""
     has_written = False
     """True if there may be text that is not sent yet."""
-    _room = SHOWN_AT_ONCE
+    _room: int
     """Number of characters that may be shown now."""
     _held: StringIO | None = None
     """The latest text of a flood, which is not shown yet; None if there is no flood."""
@@ -165,12 +172,16 @@ class DescriptorStream(OutStream):
         """Show the end of a flood.  The next call may print as much as this call."""
         with self._holding:
             self._end_flood()
-            self._room, self._granted_at = SHOWN_AT_ONCE, time.monotonic()
+            self._room, self._granted_at = self._at_once, time.monotonic()
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._passing_on = threading.Lock()
         self._holding = threading.RLock()  # a signal handler may print too
         self._granted_at = time.monotonic()
+        self._at_once, self._end = (
+            max(SHOWN_LEAST, limit // self.num_ranks) for limit in (SHOWN_AT_ONCE, SHOWN_END)
+        )
+        self._room = self._at_once
         super().__init__(*args, **options)  # type: ignore[no-untyped-call]
 
     def settle(self, seconds: float) -> None:
@@ -211,7 +222,7 @@ class DescriptorStream(OutStream):
             now = time.monotonic()
             earned, num_shown = int((now - self._granted_at) * SHOWN_PER_SECOND), 0
             if self._held is None:
-                self._room, self._granted_at = self._room + min(earned, SHOWN_END), now
+                self._room, self._granted_at = self._room + min(earned, self._end), now
                 num_shown = max(0, len(string) + min(0, self._room))
                 self.has_written = True
                 OutStream.write(self, string[:num_shown])
@@ -219,16 +230,16 @@ class DescriptorStream(OutStream):
                     return len(string)
                 self._separator = "" if string[:num_shown].endswith("\n") else "\n"
                 self._num_left_out, self._num_kept, self._held = 0, 0, StringIO()
-            for at in range(num_shown, len(string), SHOWN_END):
-                self._held.write(string[at : at + SHOWN_END])
-                if self._held.tell() > 2 * SHOWN_END:
+            for at in range(num_shown, len(string), self._end):
+                self._held.write(string[at : at + self._end])
+                if self._held.tell() > 2 * self._end:
                     text = self._held.getvalue()
-                    self._leave_out(text[:-SHOWN_END])
+                    self._leave_out(text[: -self._end])
                     self._held = StringIO()
-                    self._held.write(text[-SHOWN_END:])
-            if earned > 2 * SHOWN_END:
+                    self._held.write(text[-self._end :])
+            if earned > 2 * self._end:
                 self._end_flood()
-                self._room, self._granted_at = SHOWN_END, now
+                self._room, self._granted_at = self._end, now
             return len(string)
 
     def _leave_out(self, text: str) -> None:

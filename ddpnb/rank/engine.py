@@ -168,6 +168,7 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     adopt(group)
     refuse_launchers(group.world_size)
     DescriptorStream.path = str(process_log(folder, f"{group.rank}.%s"))
+    DescriptorStream.num_ranks = group.world_size
     engine = RankEngine.instance(group=group, out_stream_factory=DescriptorStream)
     handlers = {
         RankCommand.ABORT: group.abort,
