@@ -286,6 +286,7 @@ class Run:
                     case.found += [f"{advice} fails: {last}"] * (is_known and not is_cut)
                     message = answer
                     continue
+                said += answer.text
             usable = self.cell(USABLE, 20.0)
             if not usable.error:
                 break
