@@ -178,9 +178,8 @@ class DescriptorStream(OutStream):
         self._passing_on = threading.Lock()
         self._holding = threading.RLock()  # a signal handler may print too
         self._granted_at = time.monotonic()
-        self._at_once, self._end = (
-            max(SHOWN_LEAST, limit // self.num_ranks) for limit in (SHOWN_AT_ONCE, SHOWN_END)
-        )
+        self._at_once: int = max(SHOWN_LEAST, SHOWN_AT_ONCE // self.num_ranks)
+        self._end = max(SHOWN_LEAST, SHOWN_END // self.num_ranks)
         self._room = self._at_once
         super().__init__(*args, **options)  # type: ignore[no-untyped-call]
 
