@@ -6,6 +6,7 @@ from pathlib import Path
 from benchmarks.measure import Figure
 from benchmarks.rank_calls import rank_calls
 from ddpnb.protocol.messages import RankState, RunReport, RunSpec
+from ddpnb.protocol.processes import SERVER_LOCK
 from ddpnb.rank.training import loop
 from ddpnb.rank.training.run import Surroundings
 
@@ -53,6 +54,7 @@ def measure() -> list[Figure]:
 
 def train(state: RankState, folder: Path, spec: RunSpec) -> RunReport:
     """Train two steps; every rank takes part."""
+    (folder / SERVER_LOCK).touch()  # usually of the fork server
     return loop.train(
         spec,
         Surroundings(state=state, folder=folder),

@@ -22,7 +22,13 @@ from ddpnb.protocol.cell_messages import StaleVariable
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 from ddpnb.protocol.notation import spoken_ranks
-from ddpnb.protocol.processes import RankCommand, private_folder, remove_folder, working_folder
+from ddpnb.protocol.processes import (
+    SERVER_LOCK,
+    RankCommand,
+    private_folder,
+    remove_folder,
+    working_folder,
+)
 
 if TYPE_CHECKING:
     from ddpnb.cluster.client import EngineClient
@@ -166,8 +172,8 @@ class Cluster:
         for name in (Service.FORK_SERVER, Service.CONTROLLER):
             if (exit_ := self.exits.get(name)) is not None:
                 return f"the {name} {exit_}"
-        if not self.is_over and not self.folder.exists():
-            return f"its folder {self.folder} was removed"
+        if not self.is_over and not (self.folder / SERVER_LOCK).exists():
+            return f"its folder {self.folder} was removed or emptied"
         if late := self.survivors & set(self.living):
             return f"{say(late, 'does')} not end, although ddpnb has killed {them(late)}"
         return None

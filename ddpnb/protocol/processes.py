@@ -275,7 +275,10 @@ def process_log(folder: Path, member: int | str) -> Path:
 
 
 SERVER_LOCK = "server.lock"
-"""A file of a run folder that the fork server or agent locks while it runs."""
+"""A file of a run folder that the fork server or agent locks while it runs.
+
+If the file is missing, the run folder was removed or emptied.
+"""
 
 
 def hold(folder: Path) -> TextIO:

@@ -33,7 +33,7 @@ from ddpnb.rank.torchrun import show_group
 from ddpnb.rank.training import loop, validation
 from ddpnb.rank.training.run import Surroundings
 
-RAISES = {"state", "form_group", "num_calls", "run_cell", "clean_up"}
+RAISES = {"state", "form_group", "num_calls", "clean_up"}
 """Calls that raise their exceptions, because only a mistake in ddpnb can cause these exceptions.
 All other calls return a ``Failure``."""
 USES_DEVICE = {"measure_compute", "find_inspected", "inspect_ddp", "show_collective", "validate"}

@@ -58,7 +58,8 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
     value of the last expression.
     """
     rank = engine.group.rank
-    os.truncate(process_log(engine.group.folder, rank), 0)  # keep only this cell's output
+    with contextlib.suppress(FileNotFoundError):  # a clean-up service may have removed the file
+        os.truncate(process_log(engine.group.folder, rank), 0)  # keep only this cell's output
     for name in ("stdout", "stderr"):
         process_log(engine.group.folder, f"{rank}.{name}").unlink(missing_ok=True)
     engine.num_outputs = 0

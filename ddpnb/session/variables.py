@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import secrets
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,8 @@ from ddpnb.session.errors import RankError
 
 PREFIX = "variables-"
 """Prefix of the names of files that contain variables.  The files are removed after each call."""
+REMOVAL_SECONDS = 0.2
+"""Seconds to wait for the end of a removal, if another program is removing the run folder."""
 
 
 def push(cluster: Cluster, variables: Mapping[str, object], ranks: str | None) -> None:
@@ -110,6 +113,8 @@ def new_files(cluster: Cluster, suffixes: Sequence[str]) -> Iterator[str]:
             file.touch(mode=0o600, exist_ok=False)
         yield path
     except (OSError, UserError) as error:
+        if not all(file.exists() for file in files):
+            time.sleep(REMOVAL_SECONDS)
         if cluster.lost is not None:
             raise UserError(cluster.remedy()) from error
         raise

@@ -10,6 +10,7 @@ import random
 import re
 import signal
 import sqlite3
+import subprocess
 import sys
 import tempfile
 import threading
@@ -232,9 +233,13 @@ class Run:
 
     def send(self, fault: Fault, target: Any) -> None:
         if fault.kind == "delete":
-            return rmtree(target, ignore_errors=True)
+            depth = str(self.case.number % 2)  # a clean-up service may leave the folder itself
+            words = ["find", target, "-mindepth", depth, "-delete"]
+            subprocess.run(words, stderr=subprocess.DEVNULL, check=False)
+            return
         if fault.kind == "interrupt":
-            return self.kernel.interrupt()
+            self.kernel.interrupt()
+            return
         os.kill(target, getattr(signal, fault.kind))
         if fault.kind == "SIGSTOP" and fault.resumes_after < FAR:
             threading.Timer(fault.resumes_after, os.kill, (target, signal.SIGCONT)).start()
@@ -268,10 +273,7 @@ class Run:
             case.found += judges.unclear(message)
             is_wait = case.phase == "no-wait" and message.error == "KeyboardInterrupt"
             is_judged = message.error and not is_wait and case.phase not in RENEWING[1:]
-            if is_judged and self.struck is not None:
-                is_sure = len(case.faults) == 1 and message.error != "KeyboardInterrupt"
-                case.found += judges.false_blame(message.text, self.struck, is_sure=is_sure)
-                self.struck = None  # later messages need not repeat it
+            struck, blamed, answer = dict(self.struck or {}), message.text, message
             said += message.text
             if advice := next(iter(judges.commands(message.text)), ""):
                 case.found += ["the same advice again"] * (case.followed[-1:] == [advice])
@@ -284,9 +286,15 @@ class Run:
                     is_known = len(case.followed) >= len(case.faults) and not is_new
                     is_cut = answer.error == "KeyboardInterrupt"  # which waited for a stopped one
                     case.found += [f"{advice} fails: {last}"] * (is_known and not is_cut)
-                    message = answer
-                    continue
-                said += answer.text
+                else:  # it may name ranks that have ended since the message
+                    said, blamed = said + answer.text, blamed + answer.text
+            if is_judged and self.struck is not None:
+                is_sure = len(case.faults) == 1 and message.error != "KeyboardInterrupt"
+                case.found += judges.false_blame(blamed, struck, is_sure=is_sure)
+                self.struck = None  # later messages need not repeat it
+            if advice and answer.error:
+                message = answer
+                continue
             usable = self.cell(USABLE, 20.0)
             if not usable.error:
                 break

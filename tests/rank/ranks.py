@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ddpnb.protocol.messages import RankState
 from ddpnb.protocol.processes import parent_folder, portable
 from ddpnb.rank.collectives.mismatch import MismatchCheck
+from ddpnb.rank.training import loop
 
 TIMEOUT_SECONDS = 60.0
 
@@ -129,6 +130,7 @@ def make_state(rank: int, world_size: int) -> RankState:
 def serve(state: RankState, folder: Path, rendezvous: Path | None, pipe: Connection) -> None:
     """Run jobs until the test closes the pipe. With a ``rendezvous``, first join the group."""
     torch.set_num_threads(1)
+    loop.SERVER_LOCK = ""  # no fork server locks a file in the folder
     multiprocessing.current_process()._config["daemon"] = False  # jobs may start loading processes
     if rendezvous is not None:
         MismatchCheck().start(rendezvous, 0)  # as in a cluster; must accept all strategies

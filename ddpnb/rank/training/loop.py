@@ -29,6 +29,7 @@ from torch import nn
 
 from ddpnb.compat.torch_internals import group_store
 from ddpnb.protocol.messages import RunReport, RunSpec, StepEvent
+from ddpnb.protocol.processes import SERVER_LOCK
 from ddpnb.rank.cancellation import RunCancelledError
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.strategies.asynchronous import RunOverError
@@ -286,7 +287,7 @@ class Stop:
         is_on_one_host = state.local_world_size == state.world_size
         self._every = 1 if is_on_one_host else STEPS_BETWEEN_LOOKS
         self._store: Any = None if self._is_alone else group_store()
-        self._folder = run.here.folder if is_on_one_host else os.sep
+        self._sign = run.here.folder / SERVER_LOCK if is_on_one_host else os.sep
         self._has_read = False
         self._begun_at = math.nan
         self._shortest = math.inf
@@ -298,7 +299,7 @@ class Stop:
             return self._wanted()
         if step % self._every:
             return False
-        if not os.path.exists(self._folder):  # the store would wait a minute for its file
+        if not os.path.exists(self._sign):  # the store would wait a minute for its file
             raise RunCancelledError("The run folder was removed.")
         self._shortest = min(self._shortest, time.monotonic() - self._begun_at)
         if not self._has_read:

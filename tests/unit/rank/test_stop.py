@@ -124,6 +124,7 @@ def stopped(
     num_ranks = len(seconds)
     world = Simulation(num_ranks, seed)
     monkeypatch.setattr(loop, "time", world)
+    monkeypatch.setattr(loop, "SERVER_LOCK", "")  # the run folder exists, and has no files
     monkeypatch.setattr(loop, "group_store", lambda: world)
 
     def train(rank: int) -> int:
