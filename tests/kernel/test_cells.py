@@ -453,3 +453,13 @@ def test_whatever_an_exception_does_it_is_named_and_the_ranks_live(kernel: Kerne
         assert f"RankError: ranks 0-1 failed: {name}: " in cell.error_text, cell.text
         assert len(cell.error_text) < 100_000
         assert kernel.run("%%ddp\nprint(os.getpid())").by_rank == pids
+
+
+def test_a_mistake_of_ddpnb_in_a_cell_costs_no_rank(kernel: Kernel):
+    swap = "run, cells.run_source = cells.run_source, None"
+    kernel.run(f"%%ddp\nfrom ddpnb.rank import cells\n{swap}")
+    cell = kernel.run("%%ddp\nprint('never')")
+    assert "RankError: ranks 0-1 failed: TypeError: 'NoneType'" in cell.error_text
+    assert "restart" not in cell.error_text
+    assert kernel.run("%ddp_pull setattr(cells, 'run_source', run)").passed
+    assert kernel.run("%%ddp\nprint(run is cells.run_source)").by_rank == both("True")
