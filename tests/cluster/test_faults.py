@@ -199,13 +199,13 @@ def test_what_is_printed_comes_while_the_cell_runs_and_none_of_it_is_lost(
 
     cell = rig.begin(
         cluster,
-        f"print('first')\n{rig.waits_for(sign)}print('x' * 1_600_000)\nprint('last')",
+        f"print('first')\n{rig.waits_for(sign)}print('x' * 400_000)\nprint('last')",
         on_event=take,
     )
     rig.finish(cell)
     assert cell.seconds < 40, "the output arrived only after the wait"
     for text in cell.printed.values():
-        assert text == "first\n" + "x" * 1_600_000 + "\nlast\n"
+        assert text == "first\n" + "x" * 400_000 + "\nlast\n"
 
 
 def test_a_rank_that_dies_before_a_new_group_is_formed_costs_the_others_nothing(mortal: Cluster):
