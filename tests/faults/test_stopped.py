@@ -131,7 +131,8 @@ def test_a_cluster_with_a_stopped_service_names_the_restart_that_helps(
         controller.suspend()
         with monkeypatch.context() as patch:
             patch.setattr("ddpnb.cluster.client.START_TIMEOUT_SECONDS", 1.0)
-            with pytest.raises(UserError, match=r"restart it again, or %ddp_restart to restart"):
+            advice = r"restart it again, or %ddp_restart to restart all"
+            with pytest.raises(UserError, match=advice):
                 cluster.bring_back([2])
         controller.resume()
         wait_until(lambda: not cluster.starting, "rank 2")
