@@ -25,11 +25,11 @@ from scipy.special import bdtr
 from benchmarks.measure import Figure
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
-from ddpnb.history.comparison import Comparison
-from ddpnb.history.store import Store
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.sentence import sentence
+from ddpnb.results.comparison import Comparison
+from ddpnb.results.store import Store
 from ddpnb.session.comparison import prepare
 from ddpnb.session.comparison_spec import ComparisonSpec
 

@@ -11,14 +11,14 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from benchmarks.measure import Figure
-from ddpnb.history.model import Status
-from ddpnb.history.recorder import Recorder
-from ddpnb.history.rows import EVENT
-from ddpnb.history.store import Store
 from ddpnb.protocol.messages import NO_STALENESS, EventBatch, RunHeader, RunSpec
 from ddpnb.reports.figures.figure import draw
 from ddpnb.reports.kit import Picture
 from ddpnb.reports.live import MAX_PAUSE_SECONDS, MAX_SHARE, REDRAW_SECONDS
+from ddpnb.results.model import Status
+from ddpnb.results.recorder import Recorder
+from ddpnb.results.rows import EVENT
+from ddpnb.results.store import Store
 
 STRATEGIES = ("single", "dp", "ddp", "async")
 NUM_REPORTING = {"single": 1, "dp": 1, "ddp": 2, "async": 2}

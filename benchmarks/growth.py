@@ -20,10 +20,10 @@ import ddpnb
 from benchmarks import ranks as many_ranks
 from benchmarks.draw import Fed
 from benchmarks.measure import Figure
-from ddpnb.history.model import Status
-from ddpnb.history.recorder import Recorder
-from ddpnb.history.store import FILE_NAME, Store, runs_folder
 from ddpnb.protocol.messages import RunSpec
+from ddpnb.results.model import Status
+from ddpnb.results.recorder import Recorder
+from ddpnb.results.store import FILE_NAME, Store, runs_folder
 from ddpnb.session.session import only_session
 
 RANKS = (2, 8, 32, 64)

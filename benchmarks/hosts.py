@@ -20,12 +20,12 @@ from benchmarks.delayed import INTERFACE, delayed_link
 from benchmarks.kernel import kernel
 from benchmarks.measure import Figure, in_turns
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.history.store import Store
-from ddpnb.history.summary import samples_per_second
 from ddpnb.hosts.processes import start_cluster
 from ddpnb.hosts.spec import HostsSpec
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.training_options import TrainingSpec
+from ddpnb.results.store import Store
+from ddpnb.results.summary import samples_per_second
 from ddpnb.session.comparison import check_across_hosts, prepare
 from ddpnb.session.comparison_spec import ComparisonSpec
 from tests.cluster.two_hosts import TwoHosts, call, two_hosts

@@ -6,8 +6,8 @@ from typing import Any
 
 from IPython.display import Code
 
-from ddpnb.history.query import matching
 from ddpnb.hosts.spec import HostsSpec
+from ddpnb.prediction.predict import Question
 from ddpnb.protocol.calls import calls
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.cell_messages import Script
@@ -30,12 +30,12 @@ from ddpnb.reports.progress import progress_of
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import PlotOptions
 from ddpnb.reports.table import Table
-from ddpnb.scaling.predict import Question
+from ddpnb.results.query import matching
 from ddpnb.session.asking import ask
 from ddpnb.session.cells import CellOptions, RunningCell, cell_in, read_script
 from ddpnb.session.comparison_spec import ComparisonSpec, make_comparison
 from ddpnb.session.inspection import INSPECTED, check_replicas, inspect_step, training_to_inspect
-from ddpnb.session.scaling import predicted
+from ddpnb.session.prediction import predicted
 from ddpnb.session.session import this_cell_number, this_session
 from ddpnb.session.status import describe_ranks, status_table
 from ddpnb.session.training import RunningComparison

@@ -131,7 +131,7 @@ cluster/placement.py
 tests/unit/session/test_plan.py
 
 a rank that was killed by a signal seems to have exited
-launcher/forkserver.py
+forkserver/server.py
 - yield member, os.waitstatus_to_exitcode(status)
 + yield member, abs(os.waitstatus_to_exitcode(status))
 tests/faults/test_death.py -k cause
@@ -149,19 +149,19 @@ magics/arguments.py
 tests/unit/session/test_comparison_spec.py -k wrong_line
 
 an update's loss is the mean over ranks instead of samples
-history/curve.py
+results/curve.py
 - np.bincount(step, weighted, num_steps)[made] / samples
 + np.bincount(step, rows["loss"], num_steps)[made] / np.bincount(step)[made]
-tests/unit/history/test_curves.py
+tests/unit/results/test_curves.py
 
 an interval is not widened for the other claims of its sentence
-history/claims.py
+results/claims.py
 - (1 - LEVEL) / 2 / num_claims
 + (1 - LEVEL) / 2
-tests/unit/history/test_claims.py
+tests/unit/results/test_claims.py
 
 an extra line of one rank splits the merged lines of the other ranks
-reports/merging.py
+output/merging.py
 - not ahead[rank][item] for
 + True for
 tests/unit/reports/test_output.py

@@ -255,7 +255,7 @@ def controller_arguments(profile: Path, address: str, ports: Sequence[int]) -> l
 def rank_settings(
     placement: Placement, rank: int, *, home: Path, generation: int | None
 ) -> dict[str, Any]:
-    """Return the settings of a rank's process, for ``ddpnb.launcher.child.run``.
+    """Return the settings of a rank's process, for ``ddpnb.forkserver.child.run``.
 
     ``home`` is the folder in which cells start.  ``generation`` is the number of the process group
     to join, or None to join no group.

@@ -81,7 +81,7 @@ class ForkServer:
         self._on_exit = on_exit
         self._folder = folder
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "ddpnb.launcher.forkserver", *words],
+            [sys.executable, "-m", "ddpnb.forkserver.server", *words],
             pass_fds=[theirs.fileno()],
             # IPython warns if the home is read-only.  This also marks the programs of cells.
             env={**os.environ, **environment, MARK: str(folder)},

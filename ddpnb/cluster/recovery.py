@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from ddpnb.cluster.call import Call, CallEvent, Lost, Returned
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.processes import wait_until
-from ddpnb.history.rows import rows_of
 from ddpnb.protocol.calls import calls
 from ddpnb.protocol.cell_messages import Failure
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import EventBatch, Mark, MarkKind, RejoinInfo, RunSpec
+from ddpnb.results.rows import rows_of
 
 KERNEL = -1
 """Used instead of a rank's number in marks that the kernel itself sends."""

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from ddpnb.forkserver.server import Forkserver, preload
 from ddpnb.hosts.network import (
     address_of_ssh,
     interfaces,
@@ -27,7 +28,6 @@ from ddpnb.hosts.network import (
     versions,
 )
 from ddpnb.hosts.wire import NUM_SOCKETS
-from ddpnb.launcher import forkserver
 from ddpnb.protocol.cores import num_cores
 from ddpnb.protocol.processes import KernelRequest, atomic_write
 
@@ -36,7 +36,7 @@ from ddpnb.protocol.processes import KernelRequest, atomic_write
 class Agent:
     """Answers the requests that only an agent answers.  ``server`` answers all other requests."""
 
-    server: forkserver.Forkserver
+    server: Forkserver
     sockets: str
     """Path prefix of the controller's sockets that ssh forwards, or empty if there are none."""
     listener: socket.socket | None = None
@@ -90,7 +90,7 @@ class Agent:
         path = profile / "security/ipcontroller-engine.json"
         atomic_write(path, json.dumps(connection).encode(), mode=0o600)
         os.environ.update(environment)
-        return forkserver.preload()
+        return preload()
 
 
 def refuse(listener: socket.socket) -> None:
@@ -101,7 +101,7 @@ def refuse(listener: socket.socket) -> None:
 
 def main(kernel_fd: str, folder: str, sockets: str) -> None:
     """Run the agent for the kernel at the other end of the relay's pipe."""
-    server = forkserver.Forkserver(kernel=Connection(int(kernel_fd)), folder=Path(folder))
+    server = Forkserver(kernel=Connection(int(kernel_fd)), folder=Path(folder))
     server.folder.mkdir(mode=0o700)
     agent = Agent(server=server, sockets=sockets)
     server.handlers |= {

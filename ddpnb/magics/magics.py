@@ -13,6 +13,7 @@ from ddpnb.course.checking import check_exercise
 from ddpnb.hosts.spec import HostsSpec
 from ddpnb.magics.arguments import arguments, catalogue_text, no_arguments, options, with_expression
 from ddpnb.magics.completion import Completion
+from ddpnb.prediction.predict import Question
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.inspection import InspectSpec, SamplerSpec
@@ -25,7 +26,6 @@ from ddpnb.reports.inspection.replicas import ReplicaCheck
 from ddpnb.reports.inspection.samples import Handout
 from ddpnb.reports.live import LiveDisplay, LiveFigureAndTable
 from ddpnb.reports.style import PlotOptions
-from ddpnb.scaling.predict import Question
 from ddpnb.session.cells import CellOptions
 from ddpnb.session.comparison_spec import ComparisonSpec, make_comparison
 from ddpnb.session.inspection import INSPECTED

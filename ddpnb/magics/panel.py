@@ -15,13 +15,13 @@ import ipywidgets as widgets
 from IPython.core.interactiveshell import InteractiveShell
 
 from ddpnb.cluster.placement import MAX_RANKS, ClusterSpec
-from ddpnb.history.comparison import body_of, line_of
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.options import options_of
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.live import WIDGET_VIEW, LiveFigureAndTable
 from ddpnb.reports.notebook import CELL, current_cell, show
+from ddpnb.results.comparison import body_of, line_of
 from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.errors import ANSI, render_error
 from ddpnb.session.session import this_session

@@ -6,9 +6,6 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from ddpnb.history.comparison import Comparison
-from ddpnb.history.model import Status
-from ddpnb.history.summary import Spread, StrategySummary, summarise
 from ddpnb.protocol.catalogue import CEILING
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.formatting import (
@@ -24,6 +21,9 @@ from ddpnb.reports.formatting import (
     title,
 )
 from ddpnb.reports.table import Cell, Column, Table
+from ddpnb.results.comparison import Comparison
+from ddpnb.results.model import Status
+from ddpnb.results.summary import Spread, StrategySummary, summarise
 
 MAX_SHARE_OF_CEILING = 1.05
 """If a strategy's share of the ceiling is above this, the table does not split its efficiency."""

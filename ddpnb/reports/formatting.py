@@ -3,15 +3,15 @@
 import math
 from collections.abc import Sequence
 
-from ddpnb.history.comparison import Comparison, body_of
-from ddpnb.history.model import RunSnapshot, Status
-from ddpnb.history.summary import SHORT_SECONDS, StrategyKey, StrategySummary, group_runs
-from ddpnb.history.tuning import has_diverged, tried
 from ddpnb.protocol.catalogue import CELL_TASK, Style
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.options import options_of
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.style import style_of
+from ddpnb.results.comparison import Comparison, body_of
+from ddpnb.results.model import RunSnapshot, Status
+from ddpnb.results.summary import SHORT_SECONDS, StrategyKey, StrategySummary, group_runs
+from ddpnb.results.tuning import has_diverged, tried
 
 NOTHING = "–"
 """The text that tables show instead of an unknown number."""

@@ -7,15 +7,15 @@ from html import escape
 from pathlib import Path
 from typing import final
 
-from ddpnb.history.comparison import Comparison, magic_of
-from ddpnb.history.model import ending
-from ddpnb.history.query import StoredRun
-from ddpnb.history.summary import summarise
 from ddpnb.protocol.messages import RankState, RunSpec
 from ddpnb.reports.formatting import NOTHING, counted, notes
 from ddpnb.reports.kit import Shown
 from ddpnb.reports.style import style_of
 from ddpnb.reports.table import Cell, Column, Table, table_row
+from ddpnb.results.comparison import Comparison, magic_of
+from ddpnb.results.model import ending
+from ddpnb.results.query import StoredRun
+from ddpnb.results.summary import summarise
 
 
 def ranks_table(states: Sequence[RankState], doing: Mapping[int, str] | None = None) -> Table:

@@ -10,7 +10,6 @@ from uuid import uuid4
 
 from IPython.core.getipython import get_ipython
 
-from ddpnb.history.comparison import Comparison
 from ddpnb.protocol.errors import summary_of
 from ddpnb.reports.formatting import title
 from ddpnb.reports.kit import Picture
@@ -19,6 +18,7 @@ from ddpnb.reports.progress import Progress, progress_of
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import QUIET, Table
+from ddpnb.results.comparison import Comparison
 
 Bundle = Mapping[str, Any]
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from html import escape
 from typing import final
 
-from ddpnb.history.comparison import Comparison
-from ddpnb.history.curve import end_of
-from ddpnb.history.model import RunSnapshot
-from ddpnb.history.summary import samples_per_second
 from ddpnb.reports.formatting import duration, number, percent
 from ddpnb.reports.style import style_of
 from ddpnb.reports.table import QUIET, dot
+from ddpnb.results.comparison import Comparison
+from ddpnb.results.curve import end_of
+from ddpnb.results.model import RunSnapshot
+from ddpnb.results.summary import samples_per_second
 
 
 @final

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from IPython.core.getipython import get_ipython
 
-from ddpnb.history.comparison import Comparison
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.options import read_options
 from ddpnb.reports.export.data import evaluations_frame, runs_frame, steps_frame
@@ -20,6 +19,7 @@ from ddpnb.reports.listing import Details
 from ddpnb.reports.sentence import sentence
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import QUIET, Table
+from ddpnb.results.comparison import Comparison
 
 if TYPE_CHECKING:
     import pandas as pd

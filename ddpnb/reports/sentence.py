@@ -1,6 +1,6 @@
 """The result of a comparison as one sentence: first failures, then speeds and scores.
 
-``history.claims`` decides which speeds differ.  The sentence never says which accuracy is better.
+``results.claims`` decides which speeds differ.  The sentence never says which accuracy is better.
 Runs in the kernel.
 """
 
@@ -8,17 +8,6 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
-from ddpnb.history.claims import (
-    LEVEL,
-    SMALLEST_EFFECT,
-    Ratio,
-    accuracies_differ,
-    ratios_of,
-    standard_error,
-)
-from ddpnb.history.comparison import Comparison
-from ddpnb.history.model import Status
-from ddpnb.history.summary import StrategySummary, summarise
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.findings import accuracy_of, quantities_of
 from ddpnb.reports.formatting import (
@@ -28,6 +17,17 @@ from ddpnb.reports.formatting import (
     number,
     percent,
 )
+from ddpnb.results.claims import (
+    LEVEL,
+    SMALLEST_EFFECT,
+    Ratio,
+    accuracies_differ,
+    ratios_of,
+    standard_error,
+)
+from ddpnb.results.comparison import Comparison
+from ddpnb.results.model import Status
+from ddpnb.results.summary import StrategySummary, summarise
 
 ENDED = {Status.FAILED: "failed", Status.STOPPED: "was stopped"}
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from ddpnb.cluster.call import CallEvent, Output
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch
+from ddpnb.output.cell_output import PrintedLines
 from ddpnb.protocol.calls import Result
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import spoken_ranks
-from ddpnb.reports.cell_output import PrintedLines
 from ddpnb.session.errors import CellInterrupt, HangError, RankError, error_of, failures_of, kept
 
 

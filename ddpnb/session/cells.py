@@ -10,8 +10,7 @@ from ddpnb.cluster.call import CallEvent, Lost, Output, OutputEnded
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch
 from ddpnb.cluster.wording import say
-from ddpnb.history.model import Status
-from ddpnb.history.recorder import Recorder
+from ddpnb.output.cell_output import CellOutput
 from ddpnb.protocol.calls import calls
 from ddpnb.protocol.cell_messages import CellReport, CellSpec, Prompt
 from ddpnb.protocol.errors import UserError, closest
@@ -19,12 +18,13 @@ from ddpnb.protocol.messages import EventBatch
 from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.protocol.options import check_options, option
 from ddpnb.protocol.processes import RankCommand
-from ddpnb.reports.cell_output import CellOutput
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.inspection.traces import TraceResult, joined
 from ddpnb.reports.live import Live, LiveFigureAndTable, live
 from ddpnb.reports.notebook import show_value, warn
 from ddpnb.reports.result import ComparisonResult
+from ddpnb.results.model import Status
+from ddpnb.results.recorder import Recorder
 from ddpnb.session.background import Background
 from ddpnb.session.errors import (
     CellInterrupt,

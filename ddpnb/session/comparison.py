@@ -4,18 +4,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.history.recorder import Recorder
-from ddpnb.history.store import Store
+from ddpnb.output.cell_output import PrintedLines
 from ddpnb.protocol.calls import calls
 from ddpnb.protocol.catalogue import BASELINE, CEILING, STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, RunSpec
 from ddpnb.protocol.notation import parse_strategy, spoken_ranks
 from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.reports.cell_output import PrintedLines
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.live import Live
 from ddpnb.reports.notebook import warn
+from ddpnb.results.recorder import Recorder
+from ddpnb.results.store import Store
 from ddpnb.session.asking import ask
 from ddpnb.session.comparison_spec import ComparisonSpec, long_enough
 from ddpnb.session.errors import warn_stale

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddpnb.history.recorder import new_id
 from ddpnb.protocol.catalogue import BASELINE, CEILING, CELL_TASK, STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
@@ -17,6 +16,7 @@ from ddpnb.protocol.options import as_kind, check_options, option, read_options
 from ddpnb.protocol.training_options import TrainingSpec, make_training_spec
 from ddpnb.reports.notebook import write
 from ddpnb.reports.style import EVERYTHING, PlotOptions
+from ddpnb.results.recorder import new_id
 from ddpnb.session.variables import NotebookFunctions
 
 MAGIC = re.compile(r"([\w\s,]+=\s*)?[%!]")

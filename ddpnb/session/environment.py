@@ -10,11 +10,11 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from ddpnb.compat.probe import missing_features
-from ddpnb.history.comparison import describe_ranks
-from ddpnb.history.store import runs_folder
 from ddpnb.protocol.cores import describe_cores
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import gpu_driver, may_have_gpus
+from ddpnb.results.comparison import describe_ranks
+from ddpnb.results.store import runs_folder
 
 LIBRARIES = re.compile(
     "ddpnb|torch|nvidia-(nccl|cuda-runtime).*|ipython|ipykernel|ipyparallel|ipywidgets|jupyter-client"

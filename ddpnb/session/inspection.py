@@ -5,7 +5,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.history.recorder import new_id
 from ddpnb.protocol.calls import calls
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.inspection import InspectSpec
@@ -14,6 +13,7 @@ from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.inspection.buckets import DdpInspection
 from ddpnb.reports.inspection.replicas import Finding, ReplicaCheck, find, measured, with_causes
+from ddpnb.results.recorder import new_id
 from ddpnb.session.asking import ask
 from ddpnb.session.comparison import with_devices
 from ddpnb.session.errors import warn_stale

@@ -14,10 +14,6 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.interrupts import noted_interrupts
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.wording import say, sentence, them
-from ddpnb.history.model import Status
-from ddpnb.history.query import all_names
-from ddpnb.history.recorder import Recorder, new_id
-from ddpnb.history.store import Store, open_store
 from ddpnb.hosts.processes import start_cluster
 from ddpnb.protocol.calls import Result
 from ddpnb.protocol.cell_messages import CellSpec, Failure, Script
@@ -32,6 +28,10 @@ from ddpnb.reports.notebook import warn
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table
+from ddpnb.results.model import Status
+from ddpnb.results.query import all_names
+from ddpnb.results.recorder import Recorder, new_id
+from ddpnb.results.store import Store, open_store
 from ddpnb.session.background import Background
 from ddpnb.session.cells import CellOptions, RunningCell
 from ddpnb.session.comparison import prepare

@@ -13,17 +13,17 @@ from ddpnb.cluster.outcome import Outcome
 from ddpnb.cluster.recovery import RankRecovery
 from ddpnb.cluster.supervision import Watch
 from ddpnb.cluster.wording import them
-from ddpnb.history.model import Status
-from ddpnb.history.recorder import Recorder
+from ddpnb.output.cell_output import PrintedLines
 from ddpnb.protocol.calls import calls
 from ddpnb.protocol.errors import UserError, summary_of
 from ddpnb.protocol.messages import Checked, EventBatch, RunReport, RunSpec
 from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.protocol.processes import RankCommand
-from ddpnb.reports.cell_output import PrintedLines
 from ddpnb.reports.live import Live
 from ddpnb.reports.notebook import warn
 from ddpnb.reports.result import ComparisonResult
+from ddpnb.results.model import Status
+from ddpnb.results.recorder import Recorder
 from ddpnb.session.background import Background
 from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.errors import CellInterrupt, HangError, RankError, error_of, kept, warn_stale

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 from playwright.sync_api import Browser, Page
 
-from ddpnb.history.model import Status
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.listing import runs_table
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import PlotOptions
-from tests.unit.history.fake_runs import fake_comparison, header, spec, stored
+from ddpnb.results.model import Status
+from tests.unit.results.fake_runs import fake_comparison, header, spec, stored
 
 OUTPUT_PIXELS = 828
 """Width of an output if JupyterLab is 1280 pixels wide and its file browser is open."""

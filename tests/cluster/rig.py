@@ -16,7 +16,6 @@ import pytest
 from ddpnb.cluster.call import CallEvent, Output, Timeouts
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch
-from ddpnb.history.store import Store
 from ddpnb.hosts.processes import start_cluster
 from ddpnb.hosts.spec import HostsSpec
 from ddpnb.protocol.calls import calls
@@ -24,6 +23,7 @@ from ddpnb.protocol.cell_messages import CellSpec, Failure
 from ddpnb.protocol.processes import RankCommand, portable
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.live import live
+from ddpnb.results.store import Store
 from ddpnb.session.comparison import prepare
 from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.status import describe_ranks

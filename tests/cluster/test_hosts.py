@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.history.model import RunSnapshot
 from ddpnb.hosts import processes, ssh
 from ddpnb.protocol.errors import UserError
+from ddpnb.results.model import RunSnapshot
 from ddpnb.session.status import status_table
 from ddpnb.session.training import RunningComparison
 from tests.cells import CELL

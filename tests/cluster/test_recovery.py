@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.history.model import RunSnapshot
-from ddpnb.history.store import Store
+from ddpnb.results.model import RunSnapshot
+from ddpnb.results.store import Store
 from ddpnb.session.errors import RankError
 from ddpnb.session.training import RunningComparison
 from tests.cluster.rig import DYNAMO, prepared, pull, run, started, total, wait_until

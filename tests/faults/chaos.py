@@ -251,7 +251,7 @@ class Run:
             words, parent = each.info["cmdline"] or [], each.info["ppid"]
             if words == ["sleep", "1000"]:
                 found["child"] = each.pid
-            elif "ddpnb.launcher.forkserver" in words and parent == self.process.pid:
+            elif "ddpnb.forkserver.server" in words and parent == self.process.pid:
                 found |= {"fork server": each.pid, "run folder": Path(words[4])}
                 self.folders.add(Path(words[4]))
             elif parent == found.get("fork server"):

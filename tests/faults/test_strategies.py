@@ -15,10 +15,10 @@ import pytest
 from ddpnb.cluster.call import CallEvent, Returned
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch
-from ddpnb.history.model import Status
 from ddpnb.protocol.calls import calls
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.messages import RunSpec
+from ddpnb.results.model import Status
 from ddpnb.session.errors import RankError
 from tests.cluster.rig import DYNAMO, prepared, pull, run, started, wait_until
 

@@ -5,7 +5,7 @@
 
 from pathlib import Path
 
-from ddpnb.history.store import Store
+from ddpnb.results.store import Store
 from tests.cluster.rig import DYNAMO, wait_until, wait_until_gone
 from tests.kernel.client import kernel_in
 

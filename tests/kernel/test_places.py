@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpnb.history.store import FILE_NAME
+from ddpnb.results.store import FILE_NAME
 from tests.cluster.rig import wait_until_gone
 from tests.kernel.client import Kernel
 from tests.places import OTHER_USER, SHM, inside

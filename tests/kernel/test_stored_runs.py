@@ -11,8 +11,8 @@ import pytest
 
 from tests.kernel.client import Cell, Kernel, kernel_in
 
-EMPTY = """from ddpnb.history.comparison import Comparison
-from ddpnb.history.model import Run, Status
+EMPTY = """from ddpnb.results.comparison import Comparison
+from ddpnb.results.model import Run, Status
 from ddpnb.session.session import this_session
 from ddpnb.protocol.messages import RunSpec
 spec = RunSpec(run_id="empty-run", strategy="ddp", task="digits")

@@ -4,13 +4,13 @@ from itertools import pairwise
 
 import pytest
 
+from ddpnb.prediction.calibrate import calibrate
+from ddpnb.prediction.model import step_seconds
 from ddpnb.protocol.devices import MODELS, count_devices
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.scaling.calibrate import calibrate
-from ddpnb.scaling.model import step_seconds
 from tests.rank import runs
 from tests.rank.runs import losses, marks_of, steps_of, train_job
-from tests.unit.scaling.machines import measured
+from tests.unit.prediction.machines import measured
 
 CELL = """
 import torch

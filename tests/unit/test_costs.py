@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from ddpnb.prediction.model import bucket_sizes
 from ddpnb.protocol.costs import COLLECTIVES, DOUBLE_TREE, GLOO, NCCL, Cost, algorithm_of, in_turn
 from ddpnb.rank.collectives.table import METHODS
-from ddpnb.scaling.model import bucket_sizes
 
 PAGE = Path(__file__).parents[2] / "docs" / "emulated-devices.md"
 TABLE = {

@@ -9,7 +9,7 @@ from nbformat import NotebookNode
 
 from ddpnb.course.exercises import HINTS
 from ddpnb.course.in_notebook import CHECKS
-from ddpnb.history.store import FILE_NAME, Store
+from ddpnb.results.store import FILE_NAME, Store
 from tests.lessons import NOTEBOOKS, SOLUTIONS, code_of, may_fail, read
 
 

@@ -2,10 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-from ddpnb.history.comparison import Comparison
-from ddpnb.history.model import RunSnapshot, Status
-from ddpnb.history.rows import metrics_of
-from ddpnb.history.summary import (
+from ddpnb.protocol.catalogue import BASELINE, CEILING
+from ddpnb.protocol.messages import NO_STALENESS, Evaluation, Parts
+from ddpnb.results.comparison import Comparison
+from ddpnb.results.model import RunSnapshot, Status
+from ddpnb.results.rows import metrics_of
+from ddpnb.results.summary import (
     evaluations,
     num_devices,
     reported_metrics,
@@ -13,8 +15,6 @@ from ddpnb.history.summary import (
     summarise,
     trained_model,
 )
-from ddpnb.protocol.catalogue import BASELINE, CEILING
-from ddpnb.protocol.messages import NO_STALENESS, Evaluation, Parts
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -17,13 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddpnb.history.comparison import Comparison, body_of, chosen
 from ddpnb.protocol.catalogue import CELL_TASK, PACKAGE, STRATEGIES, TASKS
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.notation import parse_strategy, parse_task
 from ddpnb.protocol.variables import NOTEBOOK_FUNCTIONS
 from ddpnb.reports.export.assembly import CELL_NAMES, Source, imports_text, joined, needed, parse
+from ddpnb.results.comparison import Comparison, body_of, chosen
 
 FOLDER = PACKAGE / "rank/script"
 

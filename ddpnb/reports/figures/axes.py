@@ -7,10 +7,10 @@ from typing import Literal
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from ddpnb.history.summary import StrategySummary
 from ddpnb.protocol.catalogue import Style
 from ddpnb.reports.formatting import tick
 from ddpnb.reports.kit import Look, dress
+from ddpnb.results.summary import StrategySummary
 
 LABEL_CHARACTERS = 26
 """Maximum number of characters of a label.  Longer labels are shortened."""

@@ -15,14 +15,14 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
-from ddpnb.history.curve import smoothed
-from ddpnb.history.model import RunSnapshot
-from ddpnb.history.rows import Floats
-from ddpnb.history.summary import evaluations
 from ddpnb.reports.figures.axes import Strategy, marker, prepare, round_up, shortened
 from ddpnb.reports.formatting import tick
 from ddpnb.reports.kit import Look
 from ddpnb.reports.style import INK, LINES, MUTED, SMALL_POINTS, ink_of
+from ddpnb.results.curve import smoothed
+from ddpnb.results.model import RunSnapshot
+from ddpnb.results.rows import Floats
+from ddpnb.results.summary import evaluations
 
 GRID_POINTS = 240
 """Number of points of the line that shows the median of repeats."""

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from ddpnb.history.comparison import Comparison
-from ddpnb.history.summary import summarise
 from ddpnb.reports import kit
 from ddpnb.reports.figures.axes import Strategy, shortened
 from ddpnb.reports.figures.curves import CurvePanel, draw_curves, held_out, losses
@@ -22,6 +20,8 @@ from ddpnb.reports.figures.rows import (
 from ddpnb.reports.formatting import styles, title
 from ddpnb.reports.kit import Sheet
 from ddpnb.reports.style import EVERYTHING, PlotOptions, style_of
+from ddpnb.results.comparison import Comparison
+from ddpnb.results.summary import summarise
 
 WIDTH = 13.6
 """Width in inches.  Small text is then at least 10 pixels high on a 1280-pixel screen."""

@@ -12,13 +12,13 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from ddpnb.history.model import slowness
-from ddpnb.history.summary import staleness_counts
 from ddpnb.protocol.catalogue import BASELINE, CEILING, Style
 from ddpnb.reports.figures.axes import Strategy, marker, prepare, round_up, shortened
 from ddpnb.reports.formatting import number, percent, short, size
 from ddpnb.reports.kit import DPI, Look, legend
 from ddpnb.reports.style import INK, MEMORY_COLOURS, MUTED, PART_COLOURS, SMALL_POINTS, ink_of
+from ddpnb.results.model import slowness
+from ddpnb.results.summary import staleness_counts
 
 BAR = 0.6
 """Height of a bar, as a share of the row's height."""

@@ -4,12 +4,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
+from ddpnb.prediction.model import Point, point
+from ddpnb.prediction.predict import Prediction
 from ddpnb.reports.formatting import NOTHING, counted, in_units, percent, short, tick
 from ddpnb.reports.kit import Look, Picture, Sheet, Shown, dress, write
 from ddpnb.reports.style import INK, LINES, MUTED, PAPER, ink_of, style_of
 from ddpnb.reports.table import Cell, Column, Table, table_row
-from ddpnb.scaling.model import Point, point
-from ddpnb.scaling.predict import Prediction
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from ddpnb.history.comparison import Comparison
-from ddpnb.history.model import COMPUTED, RunSnapshot
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Mark, MarkKind
 from ddpnb.protocol.notation import parse_strategy
@@ -32,6 +30,8 @@ from ddpnb.reports.kit import (
     write,
 )
 from ddpnb.reports.style import INK, MUTED, PAPER, PART_COLOURS, RULE, SMALL_POINTS
+from ddpnb.results.comparison import Comparison
+from ddpnb.results.model import COMPUTED, RunSnapshot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,11 +5,11 @@ import time
 
 import pytest
 
+from ddpnb.prediction.waiting import server_bound
 from ddpnb.protocol.devices import Compute, Devices, parse_compute, parse_devices
 from ddpnb.protocol.notation import parse_link, parse_slow
 from ddpnb.rank.emulation import ComputeTimes, Emulation, measured
 from ddpnb.rank.emulation.order import VirtualOrder
-from ddpnb.scaling.waiting import server_bound
 
 LINK = parse_link("1Gbit,0.5ms")
 SIZE = 3_000_000

@@ -6,10 +6,10 @@ import time
 import numpy as np
 import pytest
 
-from ddpnb.history.rows import EVENT
 from ddpnb.protocol.messages import StepEvent
 from ddpnb.rank import publisher as module
 from ddpnb.rank.publisher import NUM_LAST_ATTEMPTS, Publisher
+from ddpnb.results.rows import EVENT
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 
-from ddpnb.history.comparison import Comparison, overlay
-from ddpnb.history.model import Run
-from ddpnb.history.summary import time_to_target
 from ddpnb.protocol.messages import Evaluation, Mark, Memory
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.figures.curves import held_out, losses
 from ddpnb.reports.figures.figure import draw
 from ddpnb.reports.formatting import notes, title
 from ddpnb.reports.style import EVERYTHING, PlotOptions
-from tests.unit.history.fake_runs import (
+from ddpnb.results.comparison import Comparison, overlay
+from ddpnb.results.model import Run
+from ddpnb.results.summary import time_to_target
+from tests.unit.results.fake_runs import (
     batch,
     compared,
     ended_run,

@@ -3,11 +3,11 @@ import time
 
 import pytest
 
-from ddpnb.history.comparison import Comparison
-from ddpnb.reports.cell_output import MAX_LINES, CellOutput, PrintedLines
+from ddpnb.output.cell_output import MAX_LINES, CellOutput, PrintedLines
+from ddpnb.output.merging import HOLD_SECONDS, Item, OutputMerger, Screen
 from ddpnb.reports.live import LiveText
-from ddpnb.reports.merging import HOLD_SECONDS, Item, OutputMerger, Screen
-from tests.unit.history.fake_runs import fake_comparison
+from ddpnb.results.comparison import Comparison
+from tests.unit.results.fake_runs import fake_comparison
 
 Shown = list[tuple[list[int], Item]]
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from ddpnb.history.comparison import Comparison
-from ddpnb.history.model import Run
 from ddpnb.protocol.errors import UserError
 from ddpnb.reports.result import ComparisonResult
-from tests.unit.history.fake_runs import batch, fake_comparison, step
+from ddpnb.results.comparison import Comparison
+from ddpnb.results.model import Run
 from tests.unit.reports.test_tables import EVIL, check_html
+from tests.unit.results.fake_runs import batch, fake_comparison, step
 
 
 @pytest.fixture

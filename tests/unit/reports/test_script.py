@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ddpnb.history.comparison import Comparison
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.reports.export.script import script, write_script
+from ddpnb.results.comparison import Comparison
 from tests.programs import development_package
 
 PLAIN = """import torch

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from ddpnb.history.model import Status
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.sentence import sentence
-from tests.unit.history.fake_runs import compared, ended_run, fake_comparison, fake_run, step
-from tests.unit.history.test_summary import repeated
+from ddpnb.results.model import Status
+from tests.unit.results.fake_runs import compared, ended_run, fake_comparison, fake_run, step
+from tests.unit.results.test_summary import repeated
 
 
 @pytest.mark.parametrize(

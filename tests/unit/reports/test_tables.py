@@ -6,8 +6,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ddpnb.history.comparison import Comparison
-from ddpnb.history.model import Run, Status
 from ddpnb.protocol.messages import Evaluating, Memory
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.export.data import runs_frame
@@ -19,8 +17,10 @@ from ddpnb.reports.progress import progress_of
 from ddpnb.reports.result import five_columns, how_to_read
 from ddpnb.reports.sentence import sentence
 from ddpnb.reports.table import Cell, Column, Table
+from ddpnb.results.comparison import Comparison
+from ddpnb.results.model import Run, Status
 from tests.rank.ranks import make_state
-from tests.unit.history.fake_runs import (
+from tests.unit.results.fake_runs import (
     STEP_SECONDS,
     batch,
     compared,

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from ddpnb.api import compare
-from ddpnb.history.comparison import Comparison, magic_of
 from ddpnb.magics.magics import comparison_of
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
@@ -15,6 +14,7 @@ from ddpnb.protocol.options import options_of, read_options
 from ddpnb.protocol.training_options import TrainingSpec, make_training_spec
 from ddpnb.reports.formatting import differences
 from ddpnb.reports.style import PlotOptions
+from ddpnb.results.comparison import Comparison, magic_of
 from ddpnb.session.comparison_spec import ComparisonSpec
 
 CELL = "def model(): ...\ndef data(split): ..."

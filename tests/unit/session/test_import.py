@@ -21,7 +21,7 @@ assert {{"ddp_start", "ddp_stop"}} <= set(shell.magics_manager.magics["line"])
 """
 
 
-RESULT = "import ddpnb.reports.result, ddpnb.history.store"
+RESULT = "import ddpnb.reports.result, ddpnb.results.store"
 
 
 @pytest.mark.parametrize("code", ["import ddpnb; dir(ddpnb)", LOAD, RESULT])

@@ -19,10 +19,8 @@ import psutil
 import pytest
 
 from ddpnb.cluster.link import Exit, ForkServerLink, Member, Service
-from ddpnb.history.recorder import new_id
-from ddpnb.history.store import is_written, writer_of
-from ddpnb.launcher import forkserver
-from ddpnb.launcher.forkserver import Forkserver
+from ddpnb.forkserver import server as forkserver
+from ddpnb.forkserver.server import Forkserver
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import (
     PATH_BYTES,
@@ -37,6 +35,8 @@ from ddpnb.protocol.processes import (
     private_folder,
     remove_leftovers,
 )
+from ddpnb.results.recorder import new_id
+from ddpnb.results.store import is_written, writer_of
 from tests.programs import printed, python
 
 
@@ -213,7 +213,7 @@ def test_a_file_that_cannot_be_written_is_as_it_was(tmp_path: Path):
 
 COUNTING = """
 import os, signal, time, torch
-from ddpnb.launcher import forkserver
+from ddpnb.forkserver import server as forkserver
 forkserver.may_have_gpus = lambda: True
 forkserver.COUNT_SECONDS = 1.0
 

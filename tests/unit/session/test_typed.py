@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from ddpnb import api
-from ddpnb.history.decoding import encoded
 from ddpnb.hosts.spec import HostsSpec
 from ddpnb.magics.arguments import arguments, flags, with_expression
 from ddpnb.magics.magics import DdpMagics
@@ -21,6 +20,7 @@ from ddpnb.protocol.inspection import InspectSpec
 from ddpnb.protocol.notation import format_ranks, parse_ranks
 from ddpnb.protocol.options import Option
 from ddpnb.protocol.trace import CollectiveSpec
+from ddpnb.results.decoding import encoded
 from ddpnb.session.comparison_spec import ComparisonSpec
 
 WRONG = [

@@ -1,0 +1,1 @@
+"""Shows the output of cells that run on ranks.  Runs in the kernel."""
