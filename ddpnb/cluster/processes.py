@@ -60,7 +60,7 @@ def torch_environment(num_threads: int, preload: str = "") -> dict[str, str]:
     }
 
 
-class ForkServer:
+class ForkServerProcess:
     """The kernel's child process that starts the controller and the ranks of this host."""
 
     def __init__(
@@ -117,7 +117,7 @@ class ForkServer:
 class Processes(abc.ABC):
     """The controller and the ranks of a cluster, on one or several hosts."""
 
-    server: ForkServer
+    server: ForkServerProcess
     """The kernel's child process, which starts this host's processes."""
     prepared: Future[int]
     """A future that is done once ranks can start; its result is the number of this host's GPUs."""
@@ -183,7 +183,7 @@ class LocalProcesses(Processes):
         is_crowded = num_on_cpu > (cores := num_cores())
         num_threads = planned.num_threads if planned else spec.num_threads or max(1, int(cores))
         environment = torch_environment(num_threads, "torch._dynamo" if is_crowded else "")
-        self.server = ForkServer(folder, on_exit, environment)
+        self.server = ForkServerProcess(folder, on_exit, environment)
         self.prepared = self.server.link.request(
             KernelRequest.PREPARE, counts_gpus=may_use_gpus, package=own_package()
         )

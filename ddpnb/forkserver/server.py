@@ -70,7 +70,7 @@ LOG_BYTES = 16_384
 
 
 @dataclass(kw_only=True, slots=True)
-class Forkserver:
+class ForkServer:
     """The fork server, which has a pipe to the kernel and child processes."""
 
     kernel: Connection
@@ -335,7 +335,7 @@ def num_gpus() -> int:
 
 def main(kernel_fd: str, folder: str, *controller_arguments: str) -> None:
     """Run the fork server for the kernel at the other end of a socket."""
-    server = Forkserver(kernel=Connection(int(kernel_fd)), folder=Path(folder))
+    server = ForkServer(kernel=Connection(int(kernel_fd)), folder=Path(folder))
     server.run(list(controller_arguments))
 
 

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ddpnb.forkserver.server import Forkserver, preload
+from ddpnb.forkserver.server import ForkServer, preload
 from ddpnb.hosts.network import (
     address_of_ssh,
     interfaces,
@@ -36,7 +36,7 @@ from ddpnb.protocol.processes import KernelRequest, atomic_write
 class Agent:
     """Answers the requests that only an agent answers.  ``server`` answers all other requests."""
 
-    server: Forkserver
+    server: ForkServer
     sockets: str
     """Path prefix of the controller's sockets that ssh forwards, or empty if there are none."""
     listener: socket.socket | None = None
@@ -101,7 +101,7 @@ def refuse(listener: socket.socket) -> None:
 
 def main(kernel_fd: str, folder: str, sockets: str) -> None:
     """Run the agent for the kernel at the other end of the relay's pipe."""
-    server = Forkserver(kernel=Connection(int(kernel_fd)), folder=Path(folder))
+    server = ForkServer(kernel=Connection(int(kernel_fd)), folder=Path(folder))
     server.folder.mkdir(mode=0o700)
     agent = Agent(server=server, sockets=sockets)
     server.handlers |= {

@@ -18,7 +18,7 @@ from ddpnb.cluster.link import Exit, ForkServerLink
 from ddpnb.cluster.placement import ClusterSpec, Host, Placement, place_ranks
 from ddpnb.cluster.processes import (
     STOP_TIMEOUT_SECONDS,
-    ForkServer,
+    ForkServerProcess,
     LocalProcesses,
     OnExit,
     Processes,
@@ -66,7 +66,7 @@ class HostProcesses(Processes):
         try:
             address = self._starter.address
             ports = free_ports(address, NUM_SOCKETS) if address else range(1, NUM_SOCKETS + 1)
-            self.server = ForkServer(folder, on_exit, {}, address, ports)
+            self.server = ForkServerProcess(folder, on_exit, {}, address, ports)
         except BaseException:
             self._starter.stop()
             raise

@@ -20,7 +20,7 @@ import pytest
 
 from ddpnb.cluster.link import Exit, ForkServerLink, Member, Service
 from ddpnb.forkserver import server as forkserver
-from ddpnb.forkserver.server import Forkserver
+from ddpnb.forkserver.server import ForkServer
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import (
     PATH_BYTES,
@@ -55,7 +55,7 @@ def served(folder, monkeypatch) -> Iterator[tuple[ForkServerLink, list[Exit]]]:
     exits: list[Exit] = []
     link = ForkServerLink(ours, on_exit=exits.append, on_end=lambda: None)
     monkeypatch.setattr(forkserver, "sigchld_wakeup", lambda: os.pipe()[0])
-    server = Forkserver(kernel=theirs, folder=folder)
+    server = ForkServer(kernel=theirs, folder=folder)
     thread = threading.Thread(target=server.serve)
     thread.start()
     yield link, exits
@@ -70,7 +70,7 @@ def test_answers_arrive_whole_however_a_rank_is_suspended(folder, seed):
     draw = random.Random(seed)
     ours, kernel = Pipe()
     rank, pipe = Pipe()
-    server = Forkserver(kernel=kernel, folder=folder, unread={0: b""})
+    server = ForkServer(kernel=kernel, folder=folder, unread={0: b""})
     answers = [{"id": n, "value": "x" * draw.choice([0, 10, 9000])} for n in range(20)]
     for each in answers:
         rank.send_bytes(json.dumps(each).encode())
