@@ -33,7 +33,7 @@ MESSAGES = {
     "What happened to the ranks?": (
         "session/errors.py: CellTimeoutError CellInterrupt HangError",
         "cluster/cluster.py: remedy",
-        "cluster/monitor.py: notice",
+        "cluster/hangs.py: notice",
         "rank/collectives/mismatch.py: _settle begin",
     ),
     "Why does a comparison not start?": (

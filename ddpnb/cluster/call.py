@@ -3,7 +3,6 @@
 The results and the output of a call arrive in order, in one queue.
 """
 
-import math
 import queue
 import time
 from collections.abc import Iterable, Iterator
@@ -71,15 +70,18 @@ class Call:
         """Ranks that have not returned."""
         self.speaking = set(self.ranks)
         """Ranks that may still send output.  Output can arrive after the rank's result."""
-        self._output_deadline = math.inf
-        self._values: dict[int, Any] = {}
-        """The results that ``results`` has received, also in an earlier call."""
+        self.returned: dict[int, Any] = {}
+        """The results that have arrived, by rank."""
+        self.lost: dict[int, str] = {}
+        """Maps each dead rank to the cause of its death."""
+        self.ended_at = 0.0
+        """Time at which a rank last returned or died."""
 
     @property
     def done(self) -> bool:
         """True if every rank has finished and all output has arrived."""
-        output_ended = not self.speaking or time.monotonic() > self._output_deadline
-        return not self.running and output_ended
+        is_late = time.monotonic() > self.ended_at + OUTPUT_TIMEOUT_SECONDS
+        return not self.running and (is_late or not self.speaking)
 
     def events(self, timeout: float) -> Iterator[CallEvent]:
         """Yield all events that have arrived; wait at most ``timeout`` seconds for the first."""
@@ -106,25 +108,26 @@ class Call:
             for event in self.events(min(left, WAIT_SECONDS)):
                 if isinstance(event, Lost):
                     raise RuntimeError(f"rank {event.rank}: {event.cause}")
-                if isinstance(event, Returned):
-                    self._values[event.rank] = event.value
-        return [self._values[rank] for rank in self.ranks]
+        return [self.returned[rank] for rank in self.ranks]
 
     def lose(self, rank: int, cause: str) -> None:
         """Record that a rank will not return a result.  Any thread may call this method."""
         self.inbox.put(Lost(rank=rank, cause=cause))
 
     def _takes(self, event: CallEvent) -> bool:
-        """Update ``running`` and ``speaking``; return False for a rank's second result."""
+        """Record an event; return False for a rank's second result."""
         if isinstance(event, OutputEnded):
             self.speaking.discard(event.rank)
-        if isinstance(event, Returned | Lost):
+        elif isinstance(event, Returned | Lost):
             if event.rank not in self.running:  # if it is lost, so may be its last output
                 return False
-            if isinstance(event, Lost):
-                self.speaking.discard(event.rank)
             self.running.remove(event.rank)
-            self._output_deadline = time.monotonic() + OUTPUT_TIMEOUT_SECONDS
+            self.ended_at = time.monotonic()
+            if isinstance(event, Returned):
+                self.returned[event.rank] = event.value
+            else:
+                self.lost[event.rank] = event.cause
+                self.speaking.discard(event.rank)
         return True
 
 

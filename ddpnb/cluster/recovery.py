@@ -8,7 +8,7 @@ run, all ranks form a new process group.
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from ddpnb.cluster.call import Call, CallEvent, Lost, Returned
@@ -37,8 +37,8 @@ class RankRecovery:
     cluster: Cluster
     spec: RunSpec
     handle: Callable[[CallEvent], None]
-    survives_deaths: bool
-    """True if the run continues when a rank other than 0 dies."""
+    dispensable: Collection[int]
+    """Ranks that may die while the other ranks continue the run."""
     before_joining: Callable[[int], None] = lambda _: None
     """Function that prepares a restarted rank before the rank joins the run."""
     restarted: Counter[int] = field(default_factory=Counter)
@@ -53,15 +53,11 @@ class RankRecovery:
     _dead: set[int] = field(default_factory=set)
     _training_again: set[int] = field(default_factory=set)
 
-    def survives(self, rank: int) -> bool:
-        """Return True if the run continues without this rank."""
-        return self.survives_deaths and rank != 0
-
     def take(self, event: CallEvent) -> None:
         """Handle an event from a rank that has not been restarted, and record dead ranks."""
         self._note(event)
         self.handle(event)
-        if isinstance(event, Lost) and self.survives(event.rank):
+        if isinstance(event, Lost) and event.rank in self.dispensable:
             self._dead.add(event.rank)
 
     def attend(self) -> None:

@@ -46,17 +46,17 @@ def ask(
         abort_after_failure_seconds=cluster.timeouts.abort_validation_after_seconds,
     )
     try:
-        outcome = watch.run()
+        watch.run()
     except KeyboardInterrupt:
-        raise CellInterrupt(kept(cluster, watch.outcome)) from None
+        raise CellInterrupt(kept(watch)) from None
     finally:
         if printed is None:
             lines.show()
-    error = error_of(cluster, outcome)
+    error = error_of(watch)
     if isinstance(error, UserError):  # the cluster has ended
         raise error
     mistakes: dict[str, list[int]] = {}
-    failures = failures_of(cluster, outcome)
+    failures = failures_of(watch)
     for failure in failures:
         if failure.name == UserError.__name__:
             mistakes.setdefault(failure.text, []).append(failure.rank)
@@ -64,7 +64,7 @@ def ask(
         text, on = min(mistakes.items(), key=lambda item: min(item[1]))
         raise UserError(text if len(on) == len(chosen) else f"Only on {spoken_ranks(on)}: {text}")
     if error is None:
-        return outcome.returned
+        return watch.call.returned
     own = [each for each in failures if not (each.is_consequence or each.is_death)]
     if isinstance(error, HangError) and own:
         raise RankError(failures, cluster.remedy)  # the other ranks waited for the rank that failed

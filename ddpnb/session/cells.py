@@ -111,8 +111,8 @@ class RunningCell(Background):
             self._watch.run()
             error = self._ending_error()
         except KeyboardInterrupt:
-            outcome = self._watch.outcome
-            error = CellInterrupt(kept(self._cluster, outcome), where_stopped(outcome))
+            where = where_stopped(self._watch.call.returned)
+            error = CellInterrupt(kept(self._watch), where)
         finally:
             if self._spec.debug_rank is not None and not self._watch.call.done:
                 self._answer(self._spec.debug_rank, None)  # the rank may wait for an answer
@@ -160,17 +160,16 @@ class RunningCell(Background):
     def _end_run(self) -> None:
         if self._recorder is None:
             return
-        outcome = self._watch.outcome
-        has_finished = len(outcome.returned) == len(self.ranks)
+        has_finished = len(self._watch.call.returned) == len(self.ranks)
         status = Status.FINISHED if has_finished else Status.STOPPED
-        status = Status.FAILED if outcome.lost or outcome.failures else status
+        status = Status.FAILED if self._watch.lost or self._watch.failures else status
         self._recorder.end(self._spec.run_id, status)
         if self._live is not None:
             self._live.finish(ComparisonResult(self._recorder.comparison))
 
     def _take_trace(self, *, is_value: bool) -> None:
         """Merge the ranks' traces; display the trace unless the notebook cell returns the trace."""
-        reports = self._watch.outcome.returned.values()
+        reports = self._watch.call.returned.values()
         recorded = [r.trace for r in reports if isinstance(r, CellReport) and r.trace is not None]
         script, number = self._spec.script, self._spec.execution_count
         name = Path(script.name).name if script else f"Cell {number or ''}".strip()
@@ -186,13 +185,13 @@ class RunningCell(Background):
             show_value(self.trace)
 
     def _ending_error(self) -> BaseException | None:
-        outcome = self._watch.outcome
-        where = where_stopped(outcome)
-        if outcome.timed_out:
-            return CellTimeoutError(self._watch.timeout or 0.0, where, kept(self._cluster, outcome))
-        if self._watch.stop_requested:
-            return CellInterrupt(kept(self._cluster, outcome), where)
-        error = error_of(self._cluster, outcome)
+        watch = self._watch
+        where = where_stopped(watch.call.returned)
+        if watch.timed_out:
+            return CellTimeoutError(watch.timeout or 0.0, where, kept(watch))
+        if watch.stop_requested:
+            return CellInterrupt(kept(watch), where)
+        error = error_of(watch)
         failures = error.failures if isinstance(error, RankError) else ()
         if self._dead and failures and all(each.is_consequence for each in failures):
             ended = f"{say(self._dead, 'has')} ended{where}"

@@ -2,13 +2,12 @@
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from IPython.core.getipython import get_ipython
 
-from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.hangs import Hang
 from ddpnb.cluster.interrupts import Interrupted
-from ddpnb.cluster.outcome import Outcome
+from ddpnb.cluster.supervision import Watch
 from ddpnb.cluster.wording import deaths, say
 from ddpnb.protocol.cell_messages import CellReport, Failure, StaleVariable
 from ddpnb.protocol.errors import OneLine, UserError
@@ -85,47 +84,50 @@ CellInterrupt.__name__ = Interrupted.__name__
 class HangError(Ended, Exception):
     """The ranks waited for each other without end, and ddpnb released or killed them."""
 
-    def __init__(self, hang: Hang, lost: Collection[int], kept: Callable[[], str]) -> None:
-        how = "killed" if {each.rank for each in hang.waiting} & {*lost} else "released"
-        super().__init__(f"{hang}. ddpnb {how} the waiting ranks.", kept)
+    def __init__(self, watch: Watch) -> None:
+        how = "killed" if watch.lost else "released"
+        super().__init__(f"{watch.hang}. ddpnb {how} the waiting ranks.", kept(watch))
 
 
-def error_of(cluster: Cluster, outcome: Outcome) -> HangError | RankError | UserError | None:
+def error_of(watch: Watch) -> HangError | RankError | UserError | None:
     """Return the error of a call that has ended, or None if the call succeeded."""
-    if cluster.is_over and outcome.lost:
+    cluster = watch.cluster
+    if cluster.is_over and watch.lost:
         return UserError("The cluster was stopped before the ranks had finished.")
-    if cluster.lost is not None and (outcome.lost or outcome.failures):
+    if cluster.lost is not None and (watch.lost or watch.failures):
         return UserError(cluster.remedy())
-    if outcome.hang and outcome.lost.keys() <= outcome.killed:
-        return HangError(outcome.hang, outcome.lost, kept(cluster, outcome))
-    failures = failures_of(cluster, outcome)
+    if watch.hang and watch.lost.keys() <= watch.killed:
+        return HangError(watch)
+    failures = failures_of(watch)
     return RankError(failures, cluster.remedy) if failures else None
 
 
-def failures_of(cluster: Cluster, outcome: Outcome) -> list[Failure]:
+def failures_of(watch: Watch) -> list[Failure]:
     """Return the failures of a call, including the deaths of ranks."""
-    has_broken = any(failure.breaks_group for failure in outcome.failures)
-    died = outcome.lost | (outcome.survived if has_broken else {})
+    exits = watch.cluster.exits
+    has_broken = any(failure.breaks_group for failure in watch.failures)
+    died = watch.lost | (watch.call.lost if has_broken else {})
     deaths = [
         Failure(
             rank=rank,
             name="RankLost",
             text=cause,
-            traceback=(cluster.exits[rank].last_words if rank in cluster.exits else "",),
+            traceback=(exits[rank].last_words if rank in exits else "",),
             failed_at=0.0,
-            is_consequence=rank in outcome.killed,
+            is_consequence=rank in watch.killed,
             is_death=True,
         )
         for rank, cause in died.items()
     ]
-    return [*outcome.failures, *deaths]
+    return [*watch.failures, *deaths]
 
 
-def kept(cluster: Cluster, outcome: Outcome) -> Callable[[], str]:
+def kept(watch: Watch) -> Callable[[], str]:
     """Return a function that says that variables are kept, except on ranks that have died."""
+    cluster = watch.cluster
 
     def now() -> str:
-        died = () if cluster.is_over else sorted({**outcome.lost, **outcome.survived})
+        died = () if cluster.is_over else sorted(watch.call.lost)
         if died:
             return f"However, {say(died, 'has')} ended. {cluster.remedy(died)}"
         return "All variables are kept." if cluster.lost is None else cluster.remedy()
@@ -133,10 +135,10 @@ def kept(cluster: Cluster, outcome: Outcome) -> Callable[[], str]:
     return now
 
 
-def where_stopped(outcome: Outcome) -> str:
+def where_stopped(returned: Mapping[int, Any]) -> str:
     """Return where ranks stopped in a cell: ``" (ranks 0,2 in line 4, rank 1 had finished)"``."""
     places: dict[str, list[int]] = {}
-    for rank, report in sorted(outcome.returned.items()):
+    for rank, report in sorted(returned.items()):
         failure = report.failure if isinstance(report, CellReport) else report
         if failure is None:
             place = "had finished"

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.hangs import describe
+from ddpnb.cluster.hangs import describe_position
 from ddpnb.cluster.placement import MAX_RANKS_PER_CORE, ClusterSpec
 from ddpnb.cluster.wording import describe_silent, say
 from ddpnb.protocol.cores import num_cores
@@ -58,7 +58,7 @@ def describe_ranks(cluster: Cluster) -> str:
         except RuntimeError as error:
             lines.append(f"rank {rank} cannot report its position: {error}")
             continue
-        lines.append(describe(RankStatus(**where)))
+        lines.append(describe_position(RankStatus(**where)))
         lines += ["".join(stack)] if where["is_busy"] else []
     return "\n".join(lines)
 

@@ -9,7 +9,6 @@ from typing import Any, final
 
 from ddpnb.cluster.call import CallEvent, Output, Returned
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.outcome import Outcome
 from ddpnb.cluster.recovery import RankRecovery
 from ddpnb.cluster.supervision import Watch
 from ddpnb.cluster.wording import them
@@ -139,11 +138,13 @@ class RunningComparison(Background):
     def _train(self, spec: RunSpec) -> None:
         warn_stale(self.cluster.ensure_group())
         self.recorder.begin(spec.run_id, spec.strategy, spec)
+        survives = self.checked[spec.strategy].survives_deaths
+        dispensable = self.cluster.ranks[1:] if survives else ()
         recovery = RankRecovery(
             cluster=self.cluster,
             spec=spec,
             handle=self._handle,
-            survives_deaths=self.checked[spec.strategy].survives_deaths,
+            dispensable=dispensable,
             before_joining=self._send_functions,
         )
         self.printed.end()
@@ -153,39 +154,38 @@ class RunningComparison(Background):
             handle=recovery.take,
             tick=lambda: self._tick(recovery, watch),
             notify=warn,
-            outcome=Outcome(survives=recovery.survives),
+            dispensable=dispensable,
         )
         self._interrupt_at = math.inf
         try:
-            outcome = watch.run()
+            watch.run()
             if watch.stop_requested:
                 raise KeyboardInterrupt
             recovery.end()
         except KeyboardInterrupt:
             recovery.stop()
-            self.recorder.end(spec.run_id, *self._interrupted(watch.outcome))
+            self.recorder.end(spec.run_id, *self._interrupted(_reports(watch)))
             _print_replaced(spec.strategy, recovery.restarted)
-            raise CellInterrupt(kept(self.cluster, watch.outcome)) from None
+            raise CellInterrupt(kept(watch)) from None
         except Exception as failure:
             recovery.stop()
             self.recorder.end(spec.run_id, Status.FAILED, summary_of(failure))
             raise
-        if (error := error_of(self.cluster, outcome)) is not None:
-            cause = str(outcome.hang) if outcome.hang else _cause_of(error)
+        if (error := error_of(watch)) is not None:
+            cause = watch.hang or _cause_of(error)
             self.recorder.end(spec.run_id, Status.FAILED, cause)
             if spec.kill and self._replace_dead(spec.strategy):
                 return
             raise error
-        if any(report.was_stopped for report in _reports(outcome)):
+        if any(report.was_stopped for report in _reports(watch)):
             self.recorder.end(spec.run_id, Status.STOPPED, "stopped by the user")
         else:
             self.recorder.end(spec.run_id, Status.FINISHED)
         _print_replaced(spec.strategy, recovery.restarted)
         self._replace_dead(spec.strategy)
 
-    def _interrupted(self, outcome: Outcome) -> tuple[Status, str]:
+    def _interrupted(self, reports: Sequence[RunReport]) -> tuple[Status, str]:
         """Return the status and note of a run that was interrupted during or after its training."""
-        reports = _reports(outcome)
         if len(reports) < len(self.cluster.ranks) or any(each.was_stopped for each in reports):
             return Status.STOPPED, "interrupted"
         is_cut = any(each.evaluation_was_cut for each in reports)
@@ -247,8 +247,8 @@ def _print_replaced(strategy: str, dead: Collection[int]) -> None:
         warn(f"{strategy}: {spoken_ranks(dead)} died, and {now}.")
 
 
-def _reports(outcome: Outcome) -> list[RunReport]:
-    return [each for each in outcome.returned.values() if isinstance(each, RunReport)]
+def _reports(watch: Watch) -> list[RunReport]:
+    return [each for each in watch.call.returned.values() if isinstance(each, RunReport)]
 
 
 def _cause_of(error: Exception) -> str:

@@ -106,16 +106,16 @@ class Ended:
 
     @property
     def failures(self) -> dict[int, Failure]:
-        return {failure.rank: failure for failure in self.watch.outcome.failures}
+        return {failure.rank: failure for failure in self.watch.failures}
 
     @property
     def lost(self) -> dict[int, str]:
-        return self.watch.outcome.lost
+        return self.watch.lost
 
     @property
     def hang(self) -> str:
         """The sentence about the hang, empty if the cell did not hang."""
-        return str(self.watch.outcome.hang or "")
+        return self.watch.hang
 
 
 def begin(

@@ -106,7 +106,7 @@ def test_an_interrupt_loses_no_message_at_whatever_moment_it_comes(unharmed: Clu
         cell.watch.timeout = 30.0
         rig.finish(cell)
         assert not cell.lost
-        assert not cell.watch.outcome.timed_out
+        assert not cell.watch.timed_out
         assert {failure.name for failure in cell.failures.values()} <= {"KeyboardInterrupt"}
 
 

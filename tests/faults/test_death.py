@@ -47,7 +47,7 @@ def test_a_death_is_reported_with_its_cause_and_last_words(
     cell = run(three, f"{say}if rank == 1:\n    {source}\ndist.barrier()")
     assert cell.lost == {1: cause}
     assert {rank for rank, failure in cell.failures.items() if failure.is_consequence} == {0, 2}
-    (found,) = (failure for failure in failures_of(three, cell.watch.outcome) if failure.rank == 1)
+    (found,) = (failure for failure in failures_of(cell.watch) if failure.rank == 1)
     said = "\n".join(found.traceback)
     assert words in said
     assert "older" not in said

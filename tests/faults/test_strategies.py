@@ -157,7 +157,7 @@ def test_to_cut_the_group_frees_whoever_waits(cluster, tmp_path, strategy, is_be
     )
     called = call_once(marker, lambda: cluster.abort([0]))
     watch.run()
-    assert not watch.outcome.timed_out
-    (failure,) = (each for each in watch.outcome.failures if each.rank == 0)
+    assert not watch.timed_out
+    (failure,) = (each for each in watch.failures if each.rank == 0)
     assert failure.is_consequence, failure
     assert freed[0] - called.result() < GENEROUS_SECONDS

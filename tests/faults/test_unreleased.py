@@ -43,7 +43,7 @@ def test_ranks_that_wait_are_killed_and_the_others_go_on(
     assert list(ended.failures) == failed
     assert sorted(ended.lost) == ([2] if "recv" in source else [1, 2])
     assert any("killed" in note for note in ended.notes)
-    lines = render_error(error_of(cluster, ended.watch.outcome)).splitlines()
+    lines = render_error(error_of(ended.watch)).splitlines()
     assert lines[0].startswith("RankError: rank 0 failed: ZeroDivisionError") == (failed == [0])
     assert "killed" in lines[-1]
     assert "Run %ddp_restart --ranks" in lines[-1]

@@ -7,8 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
-from ddpnb.cluster.call import Call, Lost, OutputEnded, Returned, Timeouts
-from ddpnb.cluster.outcome import Outcome
+from ddpnb.cluster.call import Call, CallEvent, Lost, OutputEnded, Returned, Timeouts
 from ddpnb.cluster.supervision import Watch
 from ddpnb.protocol.cell_messages import CellReport, Failure
 from ddpnb.protocol.processes import RankCommand, RankStatus
@@ -71,7 +70,8 @@ def test_a_stop_becomes_harder_until_it_is_obeyed(obeyed: str, asked: set[str]):
     cluster = FakeCluster(quick, obeys=lambda what: what == obeyed)
     watch, notes = watched(cluster)
     watch.stop_requested = True
-    assert not watch.run().timed_out
+    watch.run()
+    assert not watch.timed_out
     assert set(cluster.asked) == asked
     assert not cluster.supervised
     assert not cluster.survivors
@@ -98,34 +98,49 @@ def ended(rank: int) -> Returned:
     return Returned(rank=rank, value=CellReport(num_collectives=3))
 
 
-def test_ranks_are_waited_for_after_a_failure_and_from_the_last_end_on():
-    outcome = Outcome()
-    outcome.note(ended(0), now=1.0)
-    assert not outcome.is_waited_for(now=9.0, seconds=2.0)
-    outcome.note(failed(1), now=10.0)
-    outcome.note(ended(2), now=11.0)
-    assert not outcome.is_waited_for(now=12.5, seconds=2.0)
-    assert outcome.is_waited_for(now=13.5, seconds=2.0)
-    assert outcome.failed_at == 10.0
-    assert outcome.num_collectives == {0: 3, 1: 0, 2: 3}
+def noting(monkeypatch: pytest.MonkeyPatch) -> tuple[Watch, Callable[[CallEvent, float], None]]:
+    """Return a watch over four ranks, and a function that hands it an event at a time."""
+    cluster = FakeCluster(Timeouts(tick_seconds=0), obeys=lambda _: False)
+    cluster.call = Call(range(4))
+    watch, _ = watched(cluster)
+
+    def note(event: CallEvent, now: float) -> None:
+        monkeypatch.setattr("time.monotonic", lambda: now)
+        cluster.call.inbox.put(event)
+        watch._attend()
+
+    return watch, note
 
 
-def test_a_death_counts_as_a_failure_where_the_others_cannot_go_on():
-    outcome = Outcome(survives=lambda rank: rank == 1)
-    outcome.note(Lost(rank=1, cause="was killed"), now=1.0)
-    assert outcome.failed_at is None
-    assert not outcome.lost
-    outcome.note(Lost(rank=0, cause="was killed"), now=2.0)
-    assert outcome.failed_at == 2.0
+def test_ranks_are_waited_for_after_a_failure_and_from_the_last_end_on(monkeypatch):
+    watch, note = noting(monkeypatch)
+    note(ended(0), 1.0)
+    assert not watch.is_waited_for(now=9.0, seconds=2.0)
+    note(failed(1), 10.0)
+    note(ended(2), 11.0)
+    assert not watch.is_waited_for(now=12.5, seconds=2.0)
+    assert watch.is_waited_for(now=13.5, seconds=2.0)
+    assert watch._failed_at == 10.0
 
 
-def test_causes_leave_out_what_followed_from_another():
-    outcome = Outcome()
-    outcome.note(failed(0, is_consequence=True), now=1.0)
-    assert not outcome.causes(), "a rank released from a hang is not a cause"
-    outcome.note(failed(2), now=1.0)
-    outcome.note(Lost(rank=1, cause="was killed by SIGKILL"), now=1.0)
-    assert outcome.causes() == "rank 1 was killed by SIGKILL; rank 2 failed: ValueError: bad"
+def test_a_death_counts_as_a_failure_if_the_other_ranks_need_the_rank(monkeypatch):
+    watch, note = noting(monkeypatch)
+    watch.dispensable = (1, 2)
+    note(Lost(rank=1, cause="was killed"), 1.0)
+    assert not watch.is_waited_for(now=9.0, seconds=2.0)
+    assert not watch.lost
+    note(Lost(rank=0, cause="was killed"), 2.0)
+    assert watch.lost == {0: "was killed"}
+    assert watch._failed_at == 2.0
+
+
+def test_causes_leave_out_what_followed_from_another(monkeypatch):
+    watch, note = noting(monkeypatch)
+    note(failed(0, is_consequence=True), 1.0)
+    assert not watch.causes(), "a rank released from a hang is not a cause"
+    note(failed(2), 1.0)
+    note(Lost(rank=1, cause="was killed by SIGKILL"), 1.0)
+    assert watch.causes() == "rank 1 was killed by SIGKILL; rank 2 failed: ValueError: bad"
 
 
 def test_the_output_of_a_rank_that_ends_before_all_of_it_has_arrived_is_missing():

@@ -6,7 +6,6 @@ import pytest
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.link import Exit
-from ddpnb.cluster.outcome import Outcome
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.protocol.cell_messages import CellReport, Failure
 from ddpnb.session.errors import (
@@ -167,12 +166,12 @@ def test_a_timeout_and_an_interrupt_are_one_line():
         failure(5, "ZeroDivisionError", line=2),
     ]
     stopped = {rank: CellReport(failure=each) for rank, each in enumerate(found)}
-    where = where_stopped(Outcome(returned=stopped))
+    where = where_stopped(stopped)
     assert where == (
         " (ranks 0,3 in line 4, rank 1 in line 6, rank 2 had finished, "
         "rank 5 had failed: ZeroDivisionError)"
     )
-    assert where_stopped(Outcome(returned={rank: stopped[rank] for rank in (2, 4)})) == ""
+    assert where_stopped({rank: stopped[rank] for rank in (2, 4)}) == ""
     (line,) = CellTimeoutError(2.5, where, lambda: "Kept.")._render_traceback_()
     assert "2.5 s" in line
     assert where in line
