@@ -164,7 +164,7 @@ an extra line of one rank splits the merged lines of the other ranks
 output/merging.py
 - not ahead[rank][item] for
 + True for
-tests/unit/reports/test_output.py
+tests/unit/output/test_output.py
 
 an emulated speed is shown without brackets
 reports/findings.py

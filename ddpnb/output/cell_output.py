@@ -1,15 +1,13 @@
 """Shows the ranks' output with labels, under a cell or after a comparison.  Runs in the kernel."""
 
-import itertools
 import json
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import itemgetter
 from typing import Any, final
 
 from ddpnb.output.displays import Displays, label_of
-from ddpnb.output.merging import HOLD_SECONDS, Item, OutputMerger, Run, Screen
+from ddpnb.output.merging import HOLD_SECONDS, Block, Item, OutputMerger, Screen
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.live import LiveDisplay
 from ddpnb.reports.notebook import clear, show, write
@@ -45,9 +43,13 @@ class CellOutput:
         self._ranks = tuple(ranks)
         self._on_clear = on_clear
         self._merger = OutputMerger(self._ranks)
-        self._bars = Bars()
+        self._bars = LiveDisplay()
+        """The progress bars (tqdm), in a display below the output.  Finished bars stay there."""
+        self._bars_text, self._bars_at = "", 0.0
+        """The text that ``_bars`` shows, and the time at which it was drawn."""
+        self._finished_bars: list[Block] = []
         self._cell = DISPLAYS.begin_cell()
-        self._shown: deque[Run] = deque(maxlen=MAX_KEPT)
+        self._shown: deque[Block] = deque(maxlen=MAX_KEPT)
         """All output except progress bars, to redraw it after a rank clears its output."""
         self._clearing: set[int] = set()
         """Ranks that called ``clear_output(wait=True)`` and have not written output since then."""
@@ -83,23 +85,21 @@ class CellOutput:
             if is_fresh and self._merger.running and not at_once:
                 return  # the other ranks may clear their output too
             self._redraw()
-        running = [labelled(on, text) for text, on in self._merger.unfinished().items()]
-        self._bars.show(running, at_once=at_once)
+        self._show_bars(self._merger.unfinished(), at_once=at_once)
 
     def close(self) -> None:
         """Show the remaining output.  A second call has no effect."""
         for rank in self._ranks:
             self._merger.finish(rank)
         self.show()
-        self._bars.show([], at_once=True)
+        self._show_bars({}, at_once=True)
 
     def _clear(self, rank: int) -> None:
         """Drop the output of a rank.  The next redraw shows only the output of other ranks."""
         self._clearing.discard(rank)
         self._merger.clear(rank)
-        self._bars.clear(rank)
-        rest = [([r for r in ranks if r != rank], items) for ranks, items in self._shown]
-        self._shown = deque(((ranks, items) for ranks, items in rest if ranks), MAX_KEPT)
+        self._finished_bars = without(rank, self._finished_bars)
+        self._shown = deque(without(rank, self._shown), MAX_KEPT)
         self._cleared_at = self._cleared_at or time.monotonic()
 
     def _redraw(self) -> None:
@@ -109,50 +109,58 @@ class CellOutput:
             with DISPLAYS.lock:
                 current = [DISPLAYS.current(rank, item) for item in items]
             self._merger.put_back(rank, current)
-        runs = self._merger.take(at_once=True)
+        blocks = self._merger.take(at_once=True)
         self._shown.clear()
         self._cleared_at = None
-        clear(wait=bool(runs))
+        clear(wait=bool(blocks))
         self._on_clear()
-        self._bars.appear()
-        self._emit(runs)
+        self._bars, self._bars_text = LiveDisplay(), ""
+        self._emit(blocks)
 
-    def _emit(self, runs: Sequence[Run]) -> None:
+    def _emit(self, blocks: Sequence[Block]) -> None:
         stream, text = "stdout", ""
-        for ranks, items in runs:
+        for ranks, items in blocks:
             label = label_of(ranks)
-            for kind, group in itertools.groupby(items, itemgetter(0)):
-                texts = [each for _, each in group]
-                if kind not in (stream, "bar"):
+            if bars := [item for item in items if item[0] == "bar"]:
+                self._finished_bars.append((ranks, bars))
+            if kept := [item for item in items if item[0] not in ("bar", "update")]:
+                self._shown.append((ranks, kept))
+            for kind, each in items:
+                if kind in ("stdout", "stderr"):
+                    if kind != stream:
+                        write(stream, text)
+                        stream, text = kind, ""
+                    text += f"{label} {each}\n"
+                elif kind != "bar":
                     write(stream, text)
-                    stream, text = ("stderr" if kind == "stderr" else "stdout"), ""
-                if kind == "bar":
-                    self._bars.finished += [(ranks, line) for line in texts]
-                elif kind == stream:
-                    separator = f"\n{label} "
-                    text += f"{label} {separator.join(texts)}\n"
-                else:
-                    for each in texts:
-                        with DISPLAYS.lock:
-                            self._show_bundle(ranks, kind, json.loads(each))
-                if kind not in ("bar", "update"):
-                    self._shown.append((ranks, [(kind, each) for each in texts]))
+                    text = ""
+                    with DISPLAYS.lock:
+                        self._show_bundle(ranks, kind, each)
         write(stream, text)
 
-    def _show_bundle(self, ranks: Sequence[int], kind: str, bundle: Mapping[str, Any]) -> None:
+    def _show_bundle(self, ranks: Sequence[int], kind: str, text: str) -> None:
         """Show a display, or the value of the cell, under the label of its ranks."""
-        name, label, data = bundle.get("name"), label_of(ranks), bundle["data"]
-        if kind == "update" and name is not None:
-            DISPLAYS.update(ranks, bundle)
+        bundle, label = json.loads(text), label_of(ranks)
+        name, data = bundle.get("name"), bundle["data"]
+        if name is not None and kind == "update":
+            DISPLAYS.update(ranks, name, text)
         elif kind == "value" and set(data) == {"text/plain"}:
-            text = data["text/plain"]
-            separator = "\n" if "\n" in text else " "
-            write("stdout", f"{label}{separator}{text}\n")
+            separator = "\n" if "\n" in data["text/plain"] else " "
+            write("stdout", f"{label}{separator}{data['text/plain']}\n")
         elif name is not None:
-            DISPLAYS.show(ranks, bundle)
+            DISPLAYS.show(ranks, name, text)
         else:
             write("stdout", f"{label}\n")
             show(data, bundle["metadata"])
+
+    def _show_bars(self, unfinished: Mapping[str, list[int]], *, at_once: bool) -> None:
+        finished = [(ranks, text) for ranks, items in self._finished_bars for _, text in items]
+        running = [(ranks, text) for text, ranks in unfinished.items()]
+        text = "\n".join(f"{label_of(ranks)} {line}" for ranks, line in finished + running)
+        now = time.monotonic()
+        if text != self._bars_text and (at_once or now - self._bars_at > BAR_SECONDS):
+            self._bars.show_text(text)
+            self._bars_text, self._bars_at = text, now
 
 
 @final
@@ -186,7 +194,7 @@ class PrintedLines:
         self.end()
         if not self._lines:
             return
-        lines = [labelled(sorted(ranks), line) for line, ranks in self._lines.items()]
+        lines = [f"{label_of(ranks)} {line}" for line, ranks in self._lines.items()]
         num = max(self._num_more.values(), default=0)
         more = [f"... and {counted(num, 'more line')}"] if num else []
         write("stdout", "\n".join(["Printed by the cell:", *lines, *more, ""]))
@@ -199,35 +207,7 @@ class PrintedLines:
                 self._num_more[rank] += 1
 
 
-@final
-class Bars:
-    """Progress bars (tqdm) in a separate display.  Finished bars keep their last state."""
-
-    def __init__(self) -> None:
-        self.finished: list[tuple[Sequence[int], str]] = []
-        self._display = LiveDisplay()
-        self._shown = ""
-        self._shown_at = 0.0
-
-    def show(self, running: list[str], *, at_once: bool = False) -> None:
-        """Show the finished and the running bars, at most once per ``BAR_SECONDS``."""
-        finished = [labelled(ranks, text) for ranks, text in self.finished]
-        text = "\n".join(finished + running)
-        now = time.monotonic()
-        if text != self._shown and (at_once or now - self._shown_at > BAR_SECONDS):
-            self._display.show_text(text)
-            self._shown, self._shown_at = text, now
-
-    def clear(self, rank: int) -> None:
-        """Drop the finished bars of a rank."""
-        rest = [([r for r in ranks if r != rank], text) for ranks, text in self.finished]
-        self.finished = [(ranks, text) for ranks, text in rest if ranks]
-
-    def appear(self) -> None:
-        """Begin a new display below the cell's current output.  The next bars are shown there."""
-        self._display, self._shown = LiveDisplay(), ""
-
-
-def labelled(ranks: Sequence[int], text: str) -> str:
-    """Return a line of text that begins with the label of its ranks: ``"[0-3] hello"``."""
-    return f"{label_of(ranks)} {text}"
+def without(rank: int, blocks: Iterable[Block]) -> list[Block]:
+    """Return blocks without the part of one rank."""
+    rest = (([each for each in ranks if each != rank], items) for ranks, items in blocks)
+    return [(ranks, items) for ranks, items in rest if ranks]

@@ -1,16 +1,15 @@
 """Displays that have an id, so that ranks can replace the content later.  Runs in the kernel.
 
-Ranks with the same content share one place under the cell.  If a rank then shows different content,
-this rank gets a new place below.  If all contents become equal again, the ranks share one place.
+Each rank has a place for each of its displays.  If ranks show the same content, it appears only in
+the place of the first of these ranks, and the other places are empty.
 """
 
 import json
 import re
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any, final
 
 from ddpnb.output.merging import Item
@@ -23,36 +22,38 @@ MAX_DISPLAYS = 1000
 GENERATED = re.compile(r"[0-9a-f]{32}")
 """An id that IPython generated.  IPython generates different ids on each rank."""
 
-Content = Mapping[str, Any]
-
-NOTHING: tuple[set[int], Content] = (set(), {"data": {"text/plain": ""}})
+EMPTY = json.dumps({"data": {"text/plain": ""}})
 
 
 @dataclass(slots=True)
 class Place:
-    """A place under a cell: a label, and below it the content of one rank or several ranks."""
+    """The place of a rank's display under a cell.  It appears when it first has content."""
 
-    ranks: set[int] = field(default_factory=set)
-    bundle: Content = field(default_factory=dict)
+    bundle: str
+    """The rank's content, as JSON.  Another rank's place may show it."""
+    shown: tuple[str, str] = ("", EMPTY)
+    """The label and the content that this place shows now."""
     label: LiveDisplay = field(default_factory=LiveDisplay)
     content: LiveDisplay = field(default_factory=LiveDisplay)
 
-    def show(self, ranks: set[int], bundle: Content) -> None:
-        """Show a MIME bundle with the label of ``ranks``.  If ``ranks`` is empty, show no label."""
-        if ranks != self.ranks:
-            self.ranks = ranks
-            self.label.show_text(label_of(ranks) if ranks else "")
-        self.bundle = bundle
-        self.content.show(bundle["data"], bundle.get("metadata"))
+    def show(self, label: str, bundle: str) -> None:
+        """Show a label, and below it a MIME bundle."""
+        if label != self.shown[0]:
+            self.label.show_text(label)
+        if bundle != self.shown[1]:
+            content = json.loads(bundle)
+            self.content.show(content["data"], content.get("metadata"))
+        self.shown = label, bundle
 
 
 @final
 class Displays:
-    """The places of all displays with an id, from this cell and earlier cells."""
+    """All displays with an id, from this cell and earlier cells."""
 
     def __init__(self) -> None:
         self._names: OrderedDict[tuple[int, str], str] = OrderedDict()
-        self._places: OrderedDict[str, list[Place]] = OrderedDict()
+        self._places: OrderedDict[str, dict[int, Place]] = OrderedDict()
+        """The places of the ranks, by the display's name."""
         self._num_cells = 0
         self._num_generated: Counter[tuple[int, int]] = Counter()
         self.lock = threading.Lock()
@@ -63,65 +64,58 @@ class Displays:
         self._num_cells += 1
         return self._num_cells
 
-    def item(self, rank: int, kind: str, content: Content, cell: int) -> Item:
+    def item(self, rank: int, kind: str, content: Mapping[str, Any], cell: int) -> Item:
         """Return a display as an ``Item``.  Ranks that show the same content get equal items."""
-        bundle = {"data": without_widget(content["data"]), "metadata": content.get("metadata")}
+        data = content["data"]
+        text = {mime: value for mime, value in data.items() if mime != WIDGET_VIEW}
+        bundle = {"data": text or data, "metadata": content.get("metadata")}
         if given := content.get("transient", {}).get("display_id"):
             bundle["name"] = self._name(rank, str(given), cell)
         return kind, json.dumps(bundle, sort_keys=True, default=str)
 
-    def show(self, ranks: Sequence[int], bundle: Content) -> None:
-        """Show a display for the first time."""
-        places = self._places.setdefault(bundle["name"], [])
-        for place in places:
-            place.ranks -= set(ranks)  # an earlier display with this id keeps its content
-        places[:] = [place for place in places if place.ranks]
-        places.append(place := Place())
-        place.show(set(ranks), bundle)
-        self._places.move_to_end(bundle["name"])
-        while len(self._places) > MAX_DISPLAYS:
-            self._places.popitem(last=False)
+    def show(self, ranks: Iterable[int], name: str, bundle: str) -> None:
+        """Show a display for the first time.  An earlier display with this name stays as it is."""
+        new = {rank: Place(bundle) for rank in ranks}
+        new[min(new)].show(label_of(new), bundle)
+        keep(self._places, name, self._places.get(name, {}) | new)
 
-    def update(self, ranks: Sequence[int], bundle: Content) -> None:
-        """Replace the content of a display.  If the display's id is unknown, change nothing."""
-        places = self._places.get(bundle["name"], [])
-        if places:
-            self._places.move_to_end(bundle["name"])
-        affected = [place for place in places if place.ranks & set(ranks)]
-        chosen = {rank for place in affected for rank in place.ranks if rank in ranks}
-        rest = [(place.ranks - chosen, place.bundle) for place in affected]
-        groups = [group for group in [(chosen, bundle), *rest] if group[0]]
-        groups.sort(key=lambda group: min(group[0]))
-        for place, group in zip_longest(affected, groups):
-            if place is None:
-                places.append(place := Place())
-            if group != (place.ranks, place.bundle):
-                place.show(*(group or NOTHING))
+    def update(self, ranks: Iterable[int], name: str, bundle: str) -> None:
+        """Replace the content of a display.  If the display's name is unknown, change nothing."""
+        if places := self._places.get(name, {}):
+            keep(self._places, name, places)
+        for rank in places.keys() & set(ranks):
+            places[rank].bundle = bundle
+        equal: dict[str, list[int]] = {}
+        for rank in sorted(places):
+            equal.setdefault(places[rank].bundle, []).append(rank)
+        for content, (first, *others) in equal.items():
+            places[first].show(label_of((first, *others)), content)
+            for rank in others:
+                places[rank].show("", EMPTY)
 
     def current(self, rank: int, item: Item) -> Item:
         """Return a rank's item, with the current content if the item is an updated display."""
         kind, text = item
-        places = self._places.get(json.loads(text).get("name"), []) if kind == "display" else []
-        bundle = next((place.bundle for place in places if rank in place.ranks), None)
-        return (kind, json.dumps(bundle, sort_keys=True)) if bundle else item
+        places = self._places.get(json.loads(text).get("name"), {}) if kind == "display" else {}
+        return kind, places[rank].bundle if rank in places else text
 
     def _name(self, rank: int, given: str, cell: int) -> str:
         """Return a display's id, in a form that is the same on all ranks."""
         if not GENERATED.fullmatch(given):
             return given
-        if (rank, given) not in self._names:
+        if (name := self._names.get((rank, given))) is None:
             self._num_generated[cell, rank] += 1
-            self._names[rank, given] = f"{cell}-{self._num_generated[cell, rank]}"
-            while len(self._names) > MAX_DISPLAYS:
-                self._names.popitem(last=False)
-        self._names.move_to_end((rank, given))
-        return self._names[rank, given]
+            name = f"{cell}-{self._num_generated[cell, rank]}"
+        keep(self._names, (rank, given), name)
+        return name
 
 
-def without_widget(data: Content) -> Content:
-    """Remove a widget's view from a MIME bundle, unless the bundle has no other content."""
-    kept = {mime: value for mime, value in data.items() if mime != WIDGET_VIEW}
-    return kept or data
+def keep(cache: OrderedDict[Any, Any], key: object, value: object) -> None:
+    """Store a value in a cache, and forget the values that were stored first."""
+    cache[key] = value
+    cache.move_to_end(key)
+    while len(cache) > MAX_DISPLAYS:
+        cache.popitem(last=False)
 
 
 def label_of(ranks: Iterable[int]) -> str:

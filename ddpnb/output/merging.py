@@ -10,7 +10,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 
 HOLD_SECONDS = 0.25
 """Seconds for which an item is held back, because other running ranks may print the same item.
@@ -19,14 +18,12 @@ On each rank, ipykernel sends printed text every 0.2 s."""
 MAX_ROWS = 64
 """Maximum number of lines at the end of a stream that progress bars can still overwrite."""
 
-MOVES = re.compile(r"(\n|\x1b\[\d*[AB])")
-"""A line end, or an escape sequence that moves the cursor up or down (tqdm's ``position=1``)."""
-ERASES = re.compile(r"\x1b\[\d*[JK]")
-"""An escape sequence that erases text.  ddpnb skips it, because new text replaces the old text."""
+REDRAWS = re.compile(r"\r|\x1b\[\d*[ABJK]")
+"""A carriage return, or an escape sequence that moves the cursor up or down (tqdm's ``position=1``)
+or erases text.  Sequences for colours do not match."""
+PARTS = re.compile(rf"(\n|{REDRAWS.pattern})")
 INCOMPLETE = re.compile(r"\x1b(\[\d*)?\Z")
 """The beginning of an escape sequence that is not complete yet."""
-REDRAWS = re.compile(r"\x1b\[\d*[ABJK]")
-"""An escape sequence that moves the cursor or erases text.  Sequences for colours do not match."""
 
 
 Item = tuple[str, str]
@@ -34,7 +31,7 @@ Item = tuple[str, str]
 The kind is ``"stdout"``, ``"stderr"``, ``"bar"``, ``"display"``, ``"update"`` or ``"value"``.  The
 text is a line without its line end, or the MIME bundle of a display as JSON with sorted keys."""
 
-Run = tuple[list[int], list[Item]]
+Block = tuple[list[int], list[Item]]
 """A list of ranks, and a list of successive items that these ranks have in common."""
 
 
@@ -55,19 +52,19 @@ class OutputMerger:
 
     def write(self, rank: int, stream: str, text: str) -> None:
         """Add text that a rank wrote to a stream, ``"stdout"`` or ``"stderr"``."""
-        output = self._outputs[rank]
-        if stream not in output.screens:
-            output.screens[stream] = Screen(stream)
-        output.add(output.screens[stream].write(text))
+        screen = self._outputs[rank].screens.setdefault(stream, Screen(stream))
+        self.add(rank, screen.write(text))
 
     def add(self, rank: int, items: Iterable[Item]) -> None:
         """Add displays of a rank, or the value that the cell returned on this rank."""
-        self._outputs[rank].add(items)
+        output = self._outputs[rank]
+        if not output.items:
+            output.since = time.monotonic()
+        output.items.extend(items)
 
     def put_back(self, rank: int, items: Sequence[Item]) -> None:
-        """Put items before a rank's other items, to show them without waiting for other ranks."""
+        """Put items before a rank's other items."""
         self._outputs[rank].items.extendleft(reversed(items))
-        self._outputs[rank].since = 0.0
 
     def clear(self, rank: int) -> None:
         """Drop the part of a rank's output that ``take`` has not returned yet."""
@@ -78,57 +75,45 @@ class OutputMerger:
         output = self._outputs[rank]
         output.is_running = False
         for screen in output.screens.values():
-            output.add(screen.rest())
+            self.add(rank, screen.rest())
         output.screens.clear()
 
     def unfinished(self) -> dict[str, list[int]]:
         """Return the current text of each unfinished line (progress bar), and its ranks."""
         lines: dict[str, list[int]] = {}
         for rank, output in self._outputs.items():
-            for screen in output.screens.values():
-                for line in screen.lines():
-                    if rank not in lines.setdefault(line, []):
-                        lines[line].append(rank)
+            for line in {line for screen in output.screens.values() for line in screen.lines()}:
+                lines.setdefault(line, []).append(rank)
         return lines
 
-    def take(self, *, at_once: bool = False) -> list[Run]:
+    def take(self, *, at_once: bool = False) -> list[Block]:
         """Remove and return the items that can be shown now, grouped by their ranks.
 
         If ``at_once``, return every item, even if other ranks may still write the same item.
         """
-        runs: list[Run] = []
-        ahead: dict[int, Counter[Item]] = {}
+        blocks: list[Block] = []
+        ahead = {rank: Counter(output.items) for rank, output in self._outputs.items()}
         while ready := self._ready(at_once=at_once):
-            first, *rest = (output.items for output in ready.values())
-            if all(items == first for items in rest):  # the fastest way to compare many ranks
-                runs.append((list(ready), list(first)))
-                for output in ready.values():
-                    output.items = deque()
-                ahead.clear()
-                continue
-            ahead = ahead or {rank: Counter(output.items) for rank, output in ready.items()}
-            while all(output.items for output in ready.values()):
-                heads = {rank: output.items[0] for rank, output in ready.items()}
-                item = choose(heads, ahead)
-                ranks = [rank for rank, head in heads.items() if head == item]
-                for rank in ranks:
-                    ready[rank].items.popleft()
-                    ahead[rank][item] -= 1
-                if runs and runs[-1][0] == ranks:
-                    runs[-1][1].append(item)
-                else:
-                    runs.append((ranks, [item]))
-        return runs
+            heads = {rank: items[0] for rank, items in ready.items()}
+            item = choose(heads, ahead)
+            ranks = [rank for rank, head in heads.items() if head == item]
+            for rank in ranks:
+                ready[rank].popleft()
+                ahead[rank][item] -= 1
+            if blocks and blocks[-1][0] == ranks:
+                blocks[-1][1].append(item)
+            else:
+                blocks.append((ranks, [item]))
+        return blocks
 
-    def _ready(self, *, at_once: bool) -> "dict[int, RankOutput]":
-        """Return outputs that have items to show, or ``{}`` if other ranks may add equal items."""
+    def _ready(self, *, at_once: bool) -> dict[int, deque[Item]]:
+        """Return the items to show, by rank, or ``{}`` if other ranks may add equal items."""
         ready = {rank: output for rank, output in self._outputs.items() if output.items}
-        if len(ready) == len(self._outputs) or not ready or at_once:
-            return ready
-        others_run = any(o.is_running and not o.items for o in self._outputs.values())
-        oldest = min(output.since for output in ready.values())
-        is_fresh = time.monotonic() - oldest < HOLD_SECONDS
-        return {} if others_run and is_fresh else ready
+        lacking = self.running - ready.keys()
+        oldest = min((output.since for output in ready.values()), default=0.0)
+        if lacking and not at_once and time.monotonic() - oldest < HOLD_SECONDS:
+            return {}
+        return {rank: output.items for rank, output in ready.items()}
 
 
 def choose(heads: Mapping[int, Item], ahead: Mapping[int, Counter[Item]]) -> Item:
@@ -153,11 +138,16 @@ class RankOutput:
     """Arrival time of the oldest item in ``items``, in seconds of the monotonic clock."""
     is_running: bool = True
 
-    def add(self, items: Iterable[Item]) -> None:
-        """Append items that the rank has written."""
-        if not self.items:
-            self.since = time.monotonic()
-        self.items.extend(items)
+
+@dataclass(slots=True)
+class Row:
+    """A line of a screen.  After a carriage return, the next text replaces the line's text."""
+
+    text: str = ""
+    is_replaced: bool = False
+    """True if the next text replaces the current text."""
+    is_bar: bool = False
+    """True if text has been written after a carriage return."""
 
 
 class Screen:
@@ -169,7 +159,7 @@ class Screen:
 
     def __init__(self, stream: str) -> None:
         self._stream = stream
-        self._rows = [""]
+        self._rows = [Row()]
         self._row = 0
         """Index of the line to which the next text is added."""
         self._has_moved = False
@@ -180,66 +170,43 @@ class Screen:
         text, self._incomplete = self._incomplete + text, ""
         if found := INCOMPLETE.search(text):
             text, self._incomplete = text[: found.start()], found[0]
-        if len(self._rows) == 1 and not redraws(text) and "\r" not in self._rows[0]:
-            *lines, self._rows[0] = (self._rows[0] + text).split("\n")
-            return list(zip(repeat(self._stream), lines, strict=False))
-        for part in MOVES.split(ERASES.sub("", text)):
+        for part in PARTS.split(text):
+            row = self._rows[self._row]
             if part == "\n":
-                self._go_to(self._row + 1)
-            elif MOVES.fullmatch(part):
-                self._has_moved = True
-                distance = int(part[2:-1] or 1)
-                self._go_to(self._row + (-distance if part.endswith("A") else distance))
-            else:
-                self._rows[self._row] = shortened(self._rows[self._row] + part)
-        return self._finished()
+                self._move(1)
+            elif part == "\r":
+                row.is_replaced = True
+            elif REDRAWS.fullmatch(part):
+                if part[-1] in "AB":  # new text replaces old text, so erasing needs no action
+                    self._has_moved = True
+                    self._move(int(part[2:-1] or 1) * (1 if part[-1] == "B" else -1))
+            elif part:
+                row.is_bar |= row.is_replaced
+                row.text = part if row.is_replaced else row.text + part
+                row.is_replaced = False
+        # A plain line finishes itself and all lines above it.
+        above = enumerate(self._rows[: self._row], start=1)
+        plain = [n for n, row in above if not row.is_bar and (row.text or not self._has_moved)]
+        num = max(plain[-1] if plain else 0, min(len(self._rows) - MAX_ROWS, self._row))
+        finished, self._rows = self._rows[:num], self._rows[num:]
+        self._row -= num
+        return self._items(finished)
 
     def rest(self) -> list[Item]:
         """Return the lines that are left when the stream ends."""
-        rows = self._rows if self._rows[-1] else self._rows[:-1]
-        return self._items(rows)
+        last = self._rows[-1]
+        return self._items(self._rows if last.text or last.is_replaced else self._rows[:-1])
 
     def lines(self) -> list[str]:
         """Return the current text of the lines that are not finished yet."""
-        return [line for row in self._rows if (line := visible(row)).strip()]
+        return [row.text for row in self._rows if row.text.strip()]
 
-    def _go_to(self, row: int) -> None:
-        self._row = max(0, row)
+    def _move(self, distance: int) -> None:
+        self._row = max(0, self._row + distance)
         if self._row < len(self._rows):
-            self._rows[self._row] = f"\r{visible(self._rows[self._row])}\r"  # until replaced
-        self._rows += [""] * (self._row + 1 - len(self._rows))
+            self._rows[self._row].is_replaced = True
+        self._rows += [Row() for _ in range(len(self._rows), self._row + 1)]
 
-    def _finished(self) -> list[Item]:
-        """Remove and return the lines that are final: all lines up to the last plain line."""
-        above = enumerate(self._rows[: self._row], start=1)
-        plain = [n for n, row in above if not is_bar(row) and (row or not self._has_moved)]
-        count = max(plain[-1] if plain else 0, min(len(self._rows) - MAX_ROWS, self._row))
-        finished, self._rows = self._rows[:count], self._rows[count:]
-        self._row -= count
-        return self._items(finished)
-
-    def _items(self, rows: Sequence[str]) -> list[Item]:
-        items = [("bar" if is_bar(row) else self._stream, visible(row)) for row in rows]
+    def _items(self, rows: Sequence[Row]) -> list[Item]:
+        items = [("bar" if row.is_bar else self._stream, row.text) for row in rows]
         return [(kind, text) for kind, text in items if kind != "bar" or text.strip()]
-
-
-def redraws(text: str) -> bool:
-    """Return True if the text is part of a progress bar, False if it is plain or coloured text."""
-    return "\r" in text or ("\x1b" in text and REDRAWS.search(text) is not None)
-
-
-def is_bar(row: str) -> bool:
-    """Return True if carriage returns have replaced the text of a line."""
-    return "\r" in row.rstrip("\r")
-
-
-def visible(line: str) -> str:
-    """Return the part of a line that is visible after its carriage returns."""
-    return line.rstrip("\r").rsplit("\r", 1)[-1]
-
-
-def shortened(row: str) -> str:
-    """Return the line of a progress bar without the parts that later text has replaced."""
-    if not is_bar(row):
-        return row
-    return f"\r{visible(row)}" + "\r" * row.endswith("\r")

@@ -4,6 +4,7 @@ import time
 import pytest
 
 from ddpnb.output.cell_output import MAX_LINES, CellOutput, PrintedLines
+from ddpnb.output.displays import Displays, label_of
 from ddpnb.output.merging import HOLD_SECONDS, Item, OutputMerger, Screen
 from ddpnb.reports.live import LiveText
 from ddpnb.results.comparison import Comparison
@@ -74,6 +75,23 @@ def test_displays_of_all_ranks_are_merged_also_if_other_cells_begin():
             CellOutput((0, 1)).take(rank, "display_data", content | {"transient": {}})
         ((ranks, _),) = cell._merger.take(at_once=True)
         assert ranks == [0, 1]
+
+
+def test_each_content_of_a_display_is_in_one_place_with_the_label_of_its_ranks():
+    draw, displays = random.Random(0), Displays()
+    wanted: dict[int, str] = {}
+    for _ in range(300):
+        ranks = draw.sample(range(4), draw.randint(1, 4))
+        content = {"data": {"text/plain": draw.choice("abc")}, "transient": {"display_id": "it"}}
+        _, text = displays.item(ranks[0], "display", content, 0)
+        if any(rank not in wanted for rank in ranks):
+            displays.show(ranks, "it", text)
+            wanted |= dict.fromkeys(ranks, text)
+        displays.update(ranks, "it", text)
+        wanted |= dict.fromkeys(ranks, text)
+        places = [place.shown for place in displays._places["it"].values() if place.shown[0]]
+        by_content = {text: [r for r in wanted if wanted[r] == text] for text in wanted.values()}
+        assert sorted(places) == sorted((label_of(on), text) for text, on in by_content.items())
 
 
 def test_stdout_and_stderr_are_different_lines():
