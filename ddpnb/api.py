@@ -1,11 +1,12 @@
-"""The Python functions that do the same as the magics.  Runs in the kernel."""
+"""The public functions, each with the declaration of its magic.  Runs in the kernel."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from IPython.display import Code
+from IPython.display import Code, display
 
+from ddpnb.declaration import magic, public
 from ddpnb.hosts.spec import HostsSpec
 from ddpnb.prediction.predict import Question
 from ddpnb.protocol.calls import calls
@@ -15,7 +16,7 @@ from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.inspection import InspectSpec, SamplerSpec
 from ddpnb.protocol.notation import parse_ranks
 from ddpnb.protocol.options import options_of, read_options
-from ddpnb.protocol.trace import CollectiveSpec
+from ddpnb.protocol.trace import TRACE, CollectiveSpec
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.inspection.advice import advice
 from ddpnb.reports.inspection.buckets import DdpInspection
@@ -42,15 +43,21 @@ from ddpnb.session.training import RunningComparison
 from ddpnb.session.variables import FUNCTIONS, NotebookFunctions
 from ddpnb.session.variables import pull as pull_from
 from ddpnb.session.variables import push as push_to
-from ddpnb.twins import twin
 
 
-@twin(options_of(HostsSpec))
+@magic("ddp_start", options_of(HostsSpec))
 def start(n: int | None = None, **choices: Any) -> Table:
-    """Start the ranks and form the process group.  Same as ``%ddp_start``.
+    """Start the ranks and form the process group: ``%ddp_start -n 4`` or ``ddpnb.start(4)``.
 
-    ``ddpnb.start(4)`` returns once every rank has finished an all-reduce.  If a cluster is
-    already running, ddpnb uses that cluster unchanged.
+    The call returns once every rank has finished an all-reduce.  If a cluster is already running,
+    ddpnb uses that cluster unchanged.
+
+    Emulated devices (docs/emulated-devices.md): ``--devices 8xV100 --as resnet50`` starts eight
+    ranks.  All comparisons then emulate these devices, except with ``--devices real``.
+
+    Other hosts (docs/hosts.md): ``--hosts a:4,b:4`` starts four ranks on each of two hosts over
+    ssh.  ``--engines slurm -n 16 --ranks-per-host 8`` starts 16 ranks in a Slurm job on two
+    hosts.  ``--profile NAME`` starts the ranks with a profile of ipyparallel.
 
     Args:
         n: number of ranks.  Default: one rank per GPU; without GPUs, up to four ranks on the CPU.
@@ -66,9 +73,9 @@ def start(n: int | None = None, **choices: Any) -> Table:
     return this_session().start(HostsSpec(**chosen))
 
 
-@twin()
+@magic("ddp_stop")
 def stop() -> bool:
-    """End every process of the cluster.  Same as ``%ddp_stop``.
+    """End every process of the cluster: ``%ddp_stop`` or ``ddpnb.stop()``.
 
     Returns:
         True if a cluster was running.
@@ -76,26 +83,28 @@ def stop() -> bool:
     return this_session().stop()
 
 
-@twin()
+@magic("ddp_restart")
 def restart(n: int | None = None, *, ranks: str | None = None) -> Table:
-    """End ranks and start new ranks without variables.  Same as ``%ddp_restart``.
+    """End ranks and start new ranks without variables: ``%ddp_restart`` or ``ddpnb.restart()``.
+
+    ``%ddp_restart --ranks 1`` replaces only rank 1, even if rank 1 is alive.
 
     Args:
-        n: number of new ranks.  Default: the same number as before.
-        ranks: the ranks to replace, e.g. ``"1"``.  All other ranks keep their variables.
+        n: number of new ranks; default: the same number as before.
+        ranks: ranks to replace, e.g. 1; all other ranks keep their variables.
     """
     return this_session().restart(n, ranks=ranks)
 
 
-@twin()
+@magic("ddp_why", show=print)
 def why() -> str:
-    """Return the current position and stack of every rank.  Same as ``%ddp_why``."""
+    """Show the current cell, line, collective and stack of every rank: ``%ddp_why``."""
     return describe_ranks(this_session().cluster())
 
 
-@twin()
+@magic("ddp_status", show=display)
 def status() -> Table:
-    """Return a table of the ranks with the state of each rank.  Same as ``%ddp_status``."""
+    """Show a table with the state of every rank: ``%ddp_status`` or ``ddpnb.status()``."""
     session = this_session()
     cluster, running = session.cluster(allow_lost=True), session.comparison
     if running is None:
@@ -104,19 +113,26 @@ def status() -> Table:
     return status_table(cluster, cluster.ranks, [f"a comparison is running: {progress}"])
 
 
-@twin()
+@magic("ddp_interrupt", show=print)
 def interrupt() -> str:
-    """Stop cells and comparisons in the background.  Same as ``%ddp_interrupt``.
+    """Stop cells and comparisons that run in the background: ``%ddp_interrupt``.
+
+    ``--no-wait`` and ``%ddp_panel`` start background work.  The ranks keep their variables.
+    To stop a cell that the notebook waits for, interrupt the kernel (the square button).
 
     Returns:
-        A sentence that names the stopped cells and comparisons.  The ranks keep their variables.
+        A sentence that names the stopped cells and comparisons.
     """
     return this_session().interrupt()
 
 
-@twin(options_of(CellOptions))
+@magic("ddp", options_of(CellOptions))
 def run_cell(source: str, **choices: Any) -> RunningCell | TraceResult | None:
-    """Run a cell on ranks, e.g. ``ddpnb.run_cell("print(rank)")``.  Same as ``%%ddp``.
+    """Run a cell on ranks: ``%%ddp --ranks 0,2-3`` or ``ddpnb.run_cell("print(rank)")``.
+
+    The cell can use ``rank``, ``local_rank``, ``world_size`` and ``device``.  Each line of output
+    has a label with its rank.  If several ranks print the same line, ddpnb shows the line once,
+    with a label like [0-3].
 
     Args:
         source: the cell's text.  The text can contain magics and ``!commands``.
@@ -134,13 +150,19 @@ def run_cell(source: str, **choices: Any) -> RunningCell | TraceResult | None:
     return this_session().run_cell(source, options)
 
 
-@twin()
+@magic("ddp_debug")
 def debug(rank: int) -> None:
-    """Open IPython's debugger at a rank's last error.  Same as ``%ddp_debug``."""
+    """Open IPython's debugger at a rank's last error: ``%ddp_debug 1`` or ``ddpnb.debug(1)``.
+
+    To stop at a line, insert ``breakpoint()`` and run the cell with ``%%ddp --debug 1``.
+
+    Args:
+        rank: rank to debug; all ranks keep their variables.
+    """
     this_session().run_cell("%debug", CellOptions(ranks=str(rank), debug=rank))
 
 
-@twin(options_of(CellOptions))
+@magic("ddp_run", options_of(CellOptions), flags={"module": "-m", "keep": "-i"})
 def run_script(
     script: Path | str,
     arguments: Sequence[object] = (),
@@ -149,16 +171,17 @@ def run_script(
     keep: bool = False,
     **choices: Any,
 ) -> RunningCell | TraceResult | None:
-    """Run a ``torchrun`` script on the ranks.  Same as ``%ddp_run``.
+    """Run a ``torchrun`` script on the ranks: ``%ddp_run train.py --epochs 3``.
 
-    Example: ``ddpnb.run_script("train.py", ["--epochs", "3"])``.  The script runs in a new
-    ``__main__``.  If the script forms a process group, ddpnb provides the cluster's process group.
+    In Python: ``ddpnb.run_script("train.py", ["--epochs", "3"])``.  The script runs unchanged, in
+    a new ``__main__``.  If it forms a process group, ddpnb provides the cluster's process group.
+    Write the options of ``%ddp_run`` before the script: ``%ddp_run --timeout 60 train.py``.
 
     Args:
-        script: path of the script, or the name of a module if ``module`` is true.
-        arguments: the script's ``sys.argv[1:]``, such as ``["--epochs", "3"]``.
-        module: if true, ``script`` is the name of a module, as with ``torchrun -m``.
-        keep: if true, later cells can use the script's variables.
+        script: path of the script; with ``-m``, the name of a module.
+        arguments: arguments of the script (``sys.argv[1:]``); in Python, a list of strings.
+        module: run a module, like ``torchrun -m``.
+        keep: keep the script's variables for later cells.
         **choices: as listed.
 
     Returns:
@@ -178,18 +201,27 @@ def run_script(
     return this_session().run_cell(source, options, ran)
 
 
-@twin()
+@magic("ddp_push", flags={"ranks": "--ranks"})
 def push(ranks: str | None = None, **variables: object) -> None:
-    """Copy variables to the ranks: ``ddpnb.push(a=1, b=2)``.  Same as ``%ddp_push``."""
+    """Copy variables to the ranks: ``%ddp_push a b`` or ``ddpnb.push(a=1, b=2)``.
+
+    Args:
+        ranks: numbers of the ranks to use, e.g. 0,2-3; default: all ranks.
+        **variables: the variables' names and values.
+    """
     push_to(this_session().free_cluster(), variables, ranks)
 
 
-@twin()
+@magic("ddp_pull", words="expression")
 def pull(expression: str, *, ranks: str | None = None) -> Any:
-    """Copy a value from the ranks: ``ddpnb.pull("loss")``.  Same as ``%ddp_pull``.
+    """Copy a value from the ranks: ``%ddp_pull loss --ranks 0 --as x`` or ``ddpnb.pull("loss")``.
 
-    Returns:
-        A dict with the value on each rank, or only the value if ``ranks`` names one rank.
+    The result is a dict with a value for each rank.  If ``ranks`` names only one rank, the result
+    is the value of this rank.
+
+    Args:
+        expression: a variable or an expression to evaluate on the ranks.
+        ranks: numbers of the ranks to use, e.g. 0,2-3; default: all ranks.
     """
     cluster = this_session().free_cluster()
     chosen = parse_ranks(ranks, len(cluster.ranks))
@@ -199,7 +231,8 @@ def pull(expression: str, *, ranks: str | None = None) -> Any:
     return dict(zip(chosen, values, strict=True))
 
 
-@twin(
+@magic(
+    "ddp_compare",
     FUNCTIONS,
     options_of(ComparisonSpec),
     options_of(PlotOptions, "log", "target", "panels"),
@@ -208,16 +241,20 @@ def pull(expression: str, *, ranks: str | None = None) -> Any:
 def compare(
     *strategies: str, source: Path | str = "", **choices: Any
 ) -> ComparisonResult | RunningComparison:
-    """Train strategies on the same task and compare them live.  Same as ``%%ddp_compare``.
+    """Train strategies on one task and compare them live: ``%ddp_compare ddp --task digits``.
 
-    Example: ``ddpnb.compare("ddp", "async", task="digits")``.  To train another model, pass your
+    Without a cell, ``--task`` names a built-in task.  A ``%%ddp_compare`` cell defines your task:
+    ``model()`` and ``data(split)``, where split is "train" or "test".  The cell can also define
+    ``loss(outputs, targets)``, ``training_step(model, batch)``, ``optimizer(params)`` and
+    ``metric(outputs, targets)``, see docs/your-code.md.  A strategy can have options, such as
+    ``ddp:hook=fp16``, and can be a class in the cell, such as ``Averaging:every=2``.
+
+    In Python: ``ddpnb.compare("ddp", "async", task="digits")``.  To train another model, pass your
     functions: ``model=Net, data=load``.  ddpnb also sends everything that these functions use.
 
     Args:
-        *strategies: names of strategies, such as ``"ddp"``, or ``"ddp:hook=fp16"`` with an option.
-            ``source`` can define strategies as classes.
-        source: the text of a cell, or a file such as ``"cell.py"``.  The code defines ``model()``,
-            ``data(split)`` and any of the other functions in docs/your-code.md.
+        *strategies: name of a strategy, with options after a colon.
+        source: the text of a cell, or a file such as ``"cell.py"``.
         **choices: as listed.
 
     Returns:
@@ -237,14 +274,14 @@ def compare(
     return this_session().compare(spec)
 
 
-@twin()
+@magic("ddp_source", show=display)
 def source(strategy: str) -> Code:
-    """Return the source of a built-in strategy.  Same as ``%ddp_source``.
+    """Show the source of a strategy: ``%ddp_source ddp-by-hand``.
 
     To change the strategy, paste its class into a comparison's cell and rename the class.
 
     Args:
-        strategy: a name without options, such as ``"ddp-by-hand"``.
+        strategy: name of a strategy without options, such as ddp-by-hand.
 
     Returns:
         An object that a notebook shows as highlighted code.  ``.data`` is the code as a string.
@@ -257,42 +294,51 @@ def source(strategy: str) -> Code:
     return Code(STRATEGIES[strategy].file.read_text(), language="python")
 
 
-@twin()
+@magic("ddp_runs")
 def runs(text: str = "", *, last: int | None = None) -> Table:
-    """Return the table of stored runs, with ``.to_frame()``.  Same as ``%ddp_runs``.
+    """List stored runs: ``%ddp_runs ddp --last 9`` or ``ddpnb.runs("ddp", last=9)``.
+
+    ``%ddp_runs --show race`` shows a comparison, as ``ddpnb.details("race")`` does.
+    ``%ddp_runs --delete race/ddp`` deletes runs, as ``ddpnb.delete("race/ddp")`` does.
 
     Args:
-        text: list only runs that have this text in the name, task or state.
-        last: maximum number of lines.  The newest runs come first.
+        text: list only runs with this text in the name, task or state.
+        last: maximum number of lines; newest runs first.
+
+    Returns:
+        The table, with ``.to_frame()``.
     """
     return runs_table(matching(this_session().store.list(), text, last))
 
 
-@twin()
+@public()
 def details(name: str) -> Details:
     """Return everything needed to repeat a comparison.  Same as ``%ddp_runs --show``."""
     return Details(this_session().store.load(name))
 
 
-@twin()
+@public()
 def delete(name: str) -> tuple[str, ...]:
     """Delete stored runs and return their names.  Same as ``%ddp_runs --delete``."""
     return this_session().store.delete(name)
 
 
-@twin(options_of(PlotOptions))
+@magic("ddp_plot", options_of(PlotOptions))
 def plot(*names: str, **choices: Any) -> ComparisonResult:
-    """Draw stored runs in one figure: ``ddpnb.plot("race")``.  Same as ``%ddp_plot``.
+    """Draw stored runs in one figure: ``%ddp_plot mine ddp --log`` or ``ddpnb.plot("mine")``.
+
+    Without a name, ``%ddp_plot`` shows the comparison that is training, for example after you
+    reload the page.  If no comparison is training, ddpnb shows the latest comparison.
 
     Args:
-        *names: names of runs or comparisons, as shown by ``ddpnb.runs()``.  A strategy's name, such
-            as ``"ddp"``, means its latest run.  Default: the latest comparison.
+        *names: name of a run or a comparison, as shown by ``%ddp_runs``; a strategy's name, such as
+            ddp, means its latest run.
         **choices: as listed.
     """
     return this_session().load(names, PlotOptions(**read_options(PlotOptions, choices)))
 
 
-@twin()
+@public()
 def load(*names: str) -> ComparisonResult:
     """Return stored runs as one comparison: ``ddpnb.load("race").steps()`` is a DataFrame.
 
@@ -302,15 +348,17 @@ def load(*names: str) -> ComparisonResult:
     return this_session().load(names)
 
 
-@twin()
+@magic("ddp_export", show=print)
 def export(name: str, path: Path | str) -> str:
-    """Write stored runs to a file: ``export("race", "race.csv")``.  Same as ``%ddp_export``.
+    """Write stored runs to a file: ``%ddp_export race race.csv``.
+
+    A ``.csv`` has one row per step of each worker, and a ``.runs.csv`` has one row per run.  Other
+    files contain the report (``.html``), the figure (``.png``), or a script for torchrun without
+    ddpnb (``.py``).
 
     Args:
-        name: name of a run or a comparison, as shown by ``ddpnb.runs()``.
-        path: name of the file.  A ``.csv`` has one row per step of each worker, and a ``.runs.csv``
-            has one row per run.  Other files contain the report (``.html``), the figure (``.png``),
-            or a script for torchrun (``.py``).
+        name: name of a run or a comparison, as shown by ``%ddp_runs``.
+        path: name of the file; its ending determines the content.
 
     Returns:
         A text that names the file.  For a script, the text also says how to run the script.
@@ -321,15 +369,16 @@ def export(name: str, path: Path | str) -> str:
 # -- looking inside -------------------------------------------------------------------------
 
 
-@twin()
+@magic("ddp_check", words="python")
 def check(*names: str) -> ReplicaCheck:
-    """Compare the replicas of all ranks: ``ddpnb.check("model")``.  Same as ``%ddp_check``.
+    """Compare the replicas of all ranks: ``%ddp_check model`` or ``ddpnb.check("model")``.
 
-    The check changes nothing on the ranks and calls no collective.
+    ddpnb compares parameters, buffers, gradients and the optimizer's state.  The result names the
+    first difference and its probable cause.  Without names, ddpnb compares all models and
+    optimizers.  The check changes nothing on the ranks and calls no collective.
 
     Args:
-        *names: names or expressions of models, optimizers, tensors or dicts of tensors.
-            Default: all models and optimizers among the ranks' variables.
+        *names: name or expression of a model, an optimizer, a tensor or a dict of tensors.
 
     Returns:
         The result, with ``.is_same``, ``.sentence()`` and ``.table()``.
@@ -340,13 +389,16 @@ def check(*names: str) -> ReplicaCheck:
     return check_replicas(this_session().idle_cluster(), names)
 
 
-@twin(options_of(SamplerSpec))
+@magic("ddp_samples", options_of(SamplerSpec), words="python")
 def samples(name: str = "", **choices: Any) -> Handout:
-    """Show which rank gets which samples: ``ddpnb.samples(n=30)``.  Same as ``%ddp_samples``.
+    """Show which rank gets which samples: ``%ddp_samples -n 30 --shuffle --no-set-epoch``.
+
+    Without a name, torch's ``DistributedSampler`` on the ranks chooses the samples.
+    ``%ddp_samples loader`` reads a sampler or a ``DataLoader`` of the ranks without consuming it.
+    If you name a sampler, ddpnb ignores ``-n``, ``--drop-last`` and ``--shuffle``.
 
     Args:
-        name: a sampler or a ``DataLoader`` on the ranks, which ddpnb reads without consuming it.
-            Default: ddpnb creates torch's ``DistributedSampler`` on the ranks.
+        name: name of a sampler or ``DataLoader`` on the ranks.
         **choices: as listed.
 
     Returns:
@@ -358,14 +410,21 @@ def samples(name: str = "", **choices: Any) -> Handout:
     return handout_of(spec, [found[rank] for rank in cluster.ranks])
 
 
-@twin(options_of(CollectiveSpec))
-def show_collective(name: str, *, ranks: str | None = None, **choices: Any) -> CollectiveResult:
-    """Run one collective on the ranks and show its effect.  Same as ``%ddp_show``.
+@magic("ddp_show", options_of(CollectiveSpec), flags={"save": "--save FILE"})
+def show_collective(
+    name: str, *, ranks: str | None = None, save: str = "", **choices: Any
+) -> CollectiveResult | TraceResult | str:
+    """Run a collective on the ranks and show its effect: ``%ddp_show all_reduce``.
+
+    The result shows each rank's tensor before and after the call, the time, the bytes sent, and
+    the algorithm's formula.  ``%ddp_show trace`` draws the trace of the last ``%%ddp --trace``
+    cell again.  ``%ddp_show trace --save FILE`` saves the trace, for example for Perfetto.
 
     Args:
-        name: ``"all_reduce"``, ``"broadcast"``, ``"reduce"``, ``"scatter"``, ``"gather"``,
-            ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"`` or ``"barrier"``.
-        ranks: the ranks that take part, e.g. ``"0,2-3"``.  Default: all ranks.
+        name: ``all_reduce``, ``broadcast``, ``reduce``, ``scatter``, ``gather``, ``all_gather``,
+            ``reduce_scatter``, ``all_to_all``, ``barrier`` or ``trace``.
+        ranks: ranks that take part, e.g. 0,2-3; default: all ranks.
+        save: file for a trace: .json, .png or .svg.
         **choices: as listed.
 
     Returns:
@@ -374,6 +433,10 @@ def show_collective(name: str, *, ranks: str | None = None, **choices: Any) -> C
     Raises:
         UserError: the collective does not exist, or does not have an option that you gave.
     """
+    if name == TRACE:
+        return last_trace().save(save) if save else last_trace()
+    if save:
+        raise UserError("--save works only with a trace: %ddp_show trace --save FILE.")
     cluster, chosen = this_session().free_cluster(), read_options(CollectiveSpec, choices)
     spec = CollectiveSpec(name=name, ranks=parse_ranks(ranks, len(cluster.ranks)), **chosen)
     cluster.ensure_group()
@@ -381,7 +444,7 @@ def show_collective(name: str, *, ranks: str | None = None, **choices: Any) -> C
     return CollectiveResult(spec, [each for rank in spec.ranks if (each := found[rank])])
 
 
-@twin()
+@public()
 def last_trace() -> TraceResult:
     """Return the trace of the latest ``%%ddp --trace`` cell.
 
@@ -396,19 +459,29 @@ def last_trace() -> TraceResult:
     return trace
 
 
-@twin(options_of(InspectSpec), options_of(TrainingSpec, *INSPECTED))
+@magic(
+    "ddp_inspect",
+    options_of(InspectSpec),
+    options_of(TrainingSpec, *INSPECTED),
+    words="python",
+)
 def inspect(
     model: str = "", *, source: str = "", run: str = "", **choices: Any
 ) -> DdpInspection | AsyncInspection:
-    """Measure each part of a DDP training step.  Same as ``%ddp_inspect``.
+    """Measure a step of DDP: ``%ddp_inspect model --batch x --loss "f(output, y)"``.
 
-    Example: ``ddpnb.inspect("model", batch="x", loss="f(output, y)")``.  ddpnb measures copies, so
-    models, gradients, optimizers and random numbers stay unchanged.
+    The result shows DDP's buckets, and each rank's forward pass, backward pass, all-reduces and
+    update on one timeline.  ddpnb measures a copy, so the model, its gradients, the optimizer and
+    the random numbers stay unchanged.  Without a model, ddpnb inspects ``--task``, the cell's task
+    or the task of the last comparison.  ``--run race`` shows which versions of the parameters the
+    workers of a stored ``async`` run read and updated.
+
+    In Python: ``ddpnb.inspect("model", batch="x", loss="f(output, y)")``.
 
     Args:
-        model: a model or a DDP module that a cell created on the ranks.  Default: a task's model.
+        model: name of a model or DDP module on the ranks.
         source: a cell that defines ``model()`` and ``data(split)``.
-        run: name of a stored ``async`` run, to show its parameter versions instead of a step.
+        run: show parameter versions of a stored ``async`` run.
         **choices: as listed.
 
     Returns:
@@ -430,15 +503,19 @@ def inspect(
     return inspect_step(session.idle_cluster(), InspectSpec(model=model, **own), training)
 
 
-@twin(options_of(Question))
+@magic("ddp_predict", options_of(Question))
 def predict(
     ranks: str | Sequence[int] = "1,2,4,8", *, run: str = "", **choices: Any
 ) -> PredictionResult:
-    """Predict throughput on other numbers of ranks.  Same as ``%ddp_predict``.
+    """Predict throughput for other numbers of ranks and other networks.
+
+    Example: ``%ddp_predict --ranks 1,8,1024 --link 100GbE``.  ddpnb calibrates on the latest stored
+    comparison with ``single`` and ``no-comm``, or on ``run``.  All formulas are in
+    docs/prediction-error.md.
 
     Args:
         ranks: numbers of ranks, such as ``[1, 2, 64]`` or ``"1,2,64"``.
-        run: name of the comparison for calibration.  Default: the latest suitable comparison.
+        run: stored comparison for the calibration.
         **choices: as listed.
 
     Returns:
@@ -451,9 +528,9 @@ def predict(
     return predicted(this_session().store, question, run)
 
 
-@twin()
+@magic("ddp_advise")
 def advise() -> Table:
-    """Recommend a strategy for the ranks' hosts and devices.  Same as ``%ddp_advise``.
+    """Recommend a strategy for this machine, with the reason: ``%ddp_advise``.
 
     Returns:
         A table that recommends strategies for different machines, and marks this machine.

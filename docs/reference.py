@@ -2,22 +2,23 @@
 
 import argparse
 import ast
-import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-import ddpnb
-from ddpnb.magics.magics import DdpMagics
+import ddpnb.magics.magics
+from ddpnb.declaration import MAGICS
+from ddpnb.magics.arguments import parser_of
 from ddpnb.protocol.catalogue import STRATEGIES, TASKS
 from ddpnb.protocol.options import Option
 
 RESULTS = ("ddpnb.reports.result.ComparisonResult", "ddpnb.reports.inspection.traces.TraceResult")
 MESSAGES = {
     "Which option is wrong?": (
-        "magics/arguments.py: arguments no_arguments",
+        "magics/arguments.py: arguments _reject",
         "protocol/notation.py: parse_ranks",
-        "magics/magics.py: ddp_push ddp_run rank",
+        "magics/magics.py: _push _rank",
+        "api.py: run_script show_collective",
         "session/cells.py: read_script",
     ),
     "Why do the ranks not start?": (
@@ -53,6 +54,9 @@ MESSAGES = {
 """The functions whose messages users see most, by situation."""
 
 
+MARKS = {"%": "line", "%%": "cell"}
+
+
 def write(folder: Path) -> None:
     """Write the four pages."""
     folder.mkdir(exist_ok=True)
@@ -65,14 +69,11 @@ def magics() -> Iterator[str]:
     """Yield the lines of the page of magics: what each does, and its options."""
     yield "# Magics: all options\n"
     yield "As `%magic?` shows them in the notebook. [Magics](../magics.md) has them by task.\n"
-    for name, function in vars(DdpMagics).items():
-        kinds = {"%": "line", "%%": "cell"}
-        names = [f"{mark}{name}" for mark, kind in kinds.items() if name in DdpMagics.magics[kind]]
-        if names:
-            yield f"## {' and '.join(names)}\n"
-            parser = getattr(function, "parser", None)
-            yield inspect.cleandoc(parser.description if parser else function.__doc__) + "\n"
-            yield from arguments(parser) if parser else ()
+    for name, declared in MAGICS.items():
+        marks = [mark for mark, kind in MARKS.items() if kind in declared.kind]
+        yield f"## {' and '.join(mark + name for mark in marks)}\n"
+        yield declared.help + "\n"
+        yield from arguments(parser_of(name))
 
 
 def arguments(parser: argparse.ArgumentParser) -> Iterator[str]:

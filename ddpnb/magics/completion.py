@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, final
 from IPython.core.interactiveshell import InteractiveShell
 
 from ddpnb.course.exercises import HINTS
+from ddpnb.declaration import MAGICS, Magic
 from ddpnb.hosts.launchers import profiles
-from ddpnb.magics.arguments import VALUES, flags
+from ddpnb.magics.arguments import flags
 from ddpnb.protocol.calls import calls
 from ddpnb.protocol.catalogue import STRATEGIES, TASKS, Entry
 from ddpnb.protocol.errors import UserError
@@ -39,9 +40,8 @@ BLANK_LINES = re.compile(r"(?:[ \t]*\n)+")
 class Completion:
     """Completes the lines of magics, and asks a rank for completions in cells that run on ranks."""
 
-    def __init__(self, shell: InteractiveShell, magics: object) -> None:
+    def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
-        self._magics = magics
         self._kernel: Any = getattr(shell, "kernel", None)
 
     def install(self) -> None:
@@ -66,7 +66,7 @@ class Completion:
             *words, fragment = code[:end].rpartition("\n")[2].split(" ")
             while words and not words[0].startswith("%"):  # skips "result =" in front of a magic
                 words.pop(0)
-            follow = following(self._magics, words, self._shell.user_ns, fragment) if words else ()
+            follow = following(words, self._shell.user_ns, fragment) if words else ()
             found = [(text, kind) for text, kind in follow if text.startswith(fragment)]
         if not found:
             return type(self._kernel).do_complete(self._kernel, code, cursor_pos)
@@ -127,35 +127,35 @@ class Place(NamedTuple):
 
 
 def following(
-    magics: object, words: list[str], namespace: dict[str, object], prefix: str
+    words: Sequence[str], namespace: Mapping[str, object], prefix: str
 ) -> Iterator[tuple[str, str]]:
     """Yield completions and their kinds for a line of a magic: first names, then options.
 
     ``words`` are the complete words of the line, ``prefix`` is the beginning of the next word, and
     ``namespace`` has the notebook's variables.
     """
-    name = words[0].lstrip("%")
-    if not name.startswith(("ddp", "rank")):
+    declared = MAGICS.get(words[0].lstrip("%"))
+    if declared is None:
         return
-    if name == "ddp_run" and any(word.strip("'\"").endswith(".py") for word in words):
+    if declared.name == "ddp_run" and any(word.strip("'\"").endswith(".py") for word in words):
         return  # the script's arguments follow
-    magic = getattr(magics, name, None)
     found: Offered | None = ("", ())
     with contextlib.suppress(UserError):  # the store cannot be read, or does not have the run
-        found = values(words, prefix)
-        kind, texts = found or names(name, namespace, prefix)
+        found = values(declared, words[-1], prefix)
+        kind, texts = found or names(declared.name, namespace, prefix)
         yield from ((text, kind) for text in texts)
     if found is None:
-        yield from ((text, "option") for text in flags(magic))
+        yield from ((text, "option") for text in flags(declared))
 
 
 Offered = tuple[str, Iterable[str]]
 """A pair: the kind that a notebook shows beside each completion, and the completions."""
 
 
-def values(words: Sequence[str], prefix: str) -> Offered | None:
-    """Return the possible values of the last option of a line; None if they are unknown."""
-    match words[-1]:
+def values(declared: Magic, flag: str, prefix: str) -> Offered | None:
+    """Return the possible values of a magic's option; None if they are unknown."""
+    known = {each.flag: each.offers or each.choices for each in declared.arguments.values()}
+    match flag:
         case "--profile":
             return "profile", profiles()
         case "--task":
@@ -164,9 +164,8 @@ def values(words: Sequence[str], prefix: str) -> Offered | None:
             return "run", this_session().names()
         case "--strategies":
             before = prefix[: prefix.rfind(",") + 1]
-            return "strategy", (f"{before}{each}" for each in VALUES["--strategies"])
-        case option:
-            return ("value", VALUES[option]) if VALUES.get(option) else None
+            return "strategy", (f"{before}{each}" for each in known[flag])
+    return ("value", known[flag]) if known.get(flag) else None
 
 
 def choices(entries: Mapping[str, Entry], prefix: str) -> Iterable[str]:

@@ -21,7 +21,7 @@ from tests.kernel.client import Kernel, both
         ("%ddp_start -n 0", "at least 1 and at most 256"),
         ("%ddp_start -n two", "'two'"),
         ("%ddp_start --hosts a:1 b:1", "unexpected argument b:1"),
-        ("%ddp_start --detach", "ranks always end when the notebook's kernel ends"),
+        ("%ddp_start --detach", "ddp_start has no option --detach"),
     ],
 )
 def test_a_wrong_start_or_none_is_one_sentence(bare_kernel: Kernel, source: str, named: str):

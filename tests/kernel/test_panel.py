@@ -3,7 +3,7 @@
 from tests.cells import COMPARED
 from tests.kernel.client import Kernel
 
-PANEL = "panel = get_ipython().magics_manager.registry['DdpMagics'].panel"
+PANEL = "from ddpnb.magics.magics import the_panel\npanel = the_panel()"
 
 
 def test_it_trains_the_users_own_cell_and_shows_it_in_both_places(kernel: Kernel):

@@ -3,7 +3,6 @@
 import pytest
 
 from ddpnb.magics.completion import following
-from ddpnb.magics.magics import DdpMagics
 from ddpnb.protocol.notation import LINKS
 
 OFFERED = {
@@ -31,7 +30,7 @@ OFFERED = {
 def after(line: str) -> dict[str, str]:
     """Return the completions of a line, in order, with the kind of each completion."""
     *words, last = line.split(" ")
-    found = following(DdpMagics, words, {"here": 1}, last)
+    found = following(words, {"here": 1}, last)
     return {text: kind for text, kind in found if text.startswith(last)}
 
 

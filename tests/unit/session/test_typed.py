@@ -11,14 +11,14 @@ from types import NoneType, SimpleNamespace
 import numpy as np
 import pytest
 
-from ddpnb import api
+from ddpnb import api, declaration
+from ddpnb.declaration import MAGICS
 from ddpnb.hosts.spec import HostsSpec
-from ddpnb.magics.arguments import arguments, flags, with_expression
-from ddpnb.magics.magics import DdpMagics
+from ddpnb.magics.arguments import arguments, flags, function_of
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.inspection import InspectSpec
+from ddpnb.protocol.inspection import InspectSpec, SamplerSpec
 from ddpnb.protocol.notation import format_ranks, parse_ranks
-from ddpnb.protocol.options import Option
+from ddpnb.protocol.options import options_of
 from ddpnb.protocol.trace import CollectiveSpec
 from ddpnb.results.decoding import encoded
 from ddpnb.session.comparison_spec import ComparisonSpec
@@ -135,23 +135,66 @@ def test_all_twins_are_checked():
         assert hasattr(twin, "__wrapped__"), twin
 
 
-@pytest.mark.parametrize(
-    ("magic", "twin"),
-    [
-        (DdpMagics.ddp_start, api.start),
-        (DdpMagics.ddp, api.run_cell),
-        (DdpMagics.ddp_run, api.run_script),
-        (DdpMagics.ddp_compare, api.compare),
-        (DdpMagics.ddp_plot, api.plot),
-        (DdpMagics.ddp_samples, api.samples),
-        (DdpMagics.ddp_inspect, api.inspect),
-        (DdpMagics.ddp_predict, api.predict),
-    ],
-)
-def test_a_magic_and_its_twin_take_the_same_options(magic, twin: Callable[..., object]):
-    keywords = {Option(default=None, about="", flag=flag).keyword for flag in flags(magic)}
-    own = {"n", "m", "i"}  # short flags
-    assert keywords - own <= inspect.signature(twin).parameters.keys()
+ADDED = {"ddp_pull": {"as_"}, "ddp_push": {"names"}, "ddp_runs": {"show", "delete"}}
+"""The arguments that only the magic has."""
+NAMES = {"ddp": "run_cell", "ddp_run": "run_script", "ddp_show": "show_collective"}
+
+
+@pytest.mark.parametrize("name", MAGICS)
+def test_a_magic_has_the_arguments_and_the_help_of_its_function(name: str):
+    declared = MAGICS[name]
+    usual = NAMES.get(name, name.removeprefix("ddp_"))
+    function = getattr(api, usual, declared.function)
+    shared = declared.arguments.keys() - ADDED.get(name, set())
+    assert shared <= inspect.signature(function).parameters.keys()
+    described = inspect.getdoc(function)
+    assert all(f" {key}: " in described or f" *{key}: " in described for key in shared)
+    shown = "".join(function_of(declared).__doc__.split())  # argparse breaks words at hyphens
+    assert "".join(described.split("\n")[0].split()) in shown
+    for each in declared.arguments.values():
+        assert each.flag in shown
+        assert "".join(each.about.split()) in shown
+
+
+def test_a_signature_declares_a_magic():
+    seen = []
+
+    @declaration.magic("ddp_try", options_of(SamplerSpec, "num_samples"), flags={"keep": "-k"})
+    def tried(
+        *words: str, source: str = "", last: int = 1, keep: bool = False, **choices: object
+    ) -> None:
+        """Try it: ``%ddp_try a``.
+
+        Args:
+            *words: some
+                words.
+            source: the cell.
+            last: a number.
+            keep: a switch.
+            **choices: as listed.
+        """
+        seen.append((words, source, last, keep, choices))
+
+    declared = MAGICS.pop("ddp_try")
+    assert declared.kind == "line_cell"
+    assert declared.help == "Try it: ``%ddp_try a``."
+    assert flags(declared) == ["--last", "-k", "-n"]
+    assert declared.arguments["words"].about == "some words"
+    MAGICS["ddp_try"] = declared
+    try:
+        call = function_of(declared)
+        call("a 'b c' -k -n 3 --last 2", "x")
+        call("")
+        with pytest.raises(
+            UserError, match=r"invalid int value: 'x'. Write for example %ddp_try a"
+        ):
+            call("--last x")
+        with pytest.raises(UserError, match="ddp_try has no option --lasst; did you mean --last"):
+            call("--lasst 2")
+    finally:
+        del MAGICS["ddp_try"]
+    cell = "# %%ddp_try a 'b c' -k -n 3 --last 2\nx"
+    assert seen == [(("a", "b c"), cell, 2, True, {"n": "3"}), ((), "", 1, False, {})]
 
 
 LETTERS = "ab\"'\\ \t#,=é$-"
@@ -162,36 +205,39 @@ def test_a_line_is_split_as_in_a_shell(seed: int):
     draw = random.Random(seed)
     name, *words = ["".join(draw.choices(LETTERS, k=draw.randint(0, 6))) for _ in range(4)]
     typed = f"{shlex.join(['x', *words])} --save={shlex.quote(name)}"
-    assert arguments(DdpMagics.ddp_run, typed).arguments == [*words, f"--save={name}"]
-    assert arguments(DdpMagics.ddp_show, f"trace --save={shlex.quote(name)}").save == name
-    assert arguments(DdpMagics.ddp_plot, f"-- {shlex.join(words)}").names == words
+    assert arguments("ddp_run", typed)[1]["arguments"] == [*words, f"--save={name}"]
+    assert arguments("ddp_show", f"trace --save={shlex.quote(name)}")[1]["save"] == name
+    assert arguments("ddp_plot", f"-- {shlex.join(words)}")[0] == words
 
 
 @pytest.mark.parametrize(
-    ("magic", "line", "expected"),
+    ("magic", "line", "several", "expected"),
     [
-        (DdpMagics.ddp_export, r"race a\ b.py", {"path": "a b.py"}),
-        (DdpMagics.ddp_export, "race 'a b'/c#1.csv", {"path": "a b/c#1.csv"}),
+        ("ddp_export", r"race a\ b.py", [], {"name": "race", "path": "a b.py"}),
+        ("ddp_export", "race 'a b'/c#1.csv", [], {"name": "race", "path": "a b/c#1.csv"}),
+        ("ddp_compare", "\"ddp\" --lr '0.1,0.2'", ["ddp"], {"source": "", "lr": ["0.1,0.2"]}),
+        ("rank", '"0,2-3"', ["0,2-3"], {"source": ""}),
+        ("ddp_exercise", "'3.2'", [], {"number": "3.2"}),
+        ("ddp_check", 'd["a b"] \'f(1, 2)\' "x"', ['d["a b"]', "f(1, 2)", "x"], {}),
+        ("ddp_samples", "d['a'] -n '2'", [], {"name": "d['a']", "n": "2"}),
         (
-            DdpMagics.ddp_compare,
-            "\"ddp\" --lr '0.1,0.2'",
-            {"strategies": ["ddp"], "lr": ["0.1,0.2"]},
-        ),
-        (DdpMagics.rank, '"0,2-3"', {"ranks": ["0,2-3"]}),
-        (DdpMagics.ddp_exercise, "'3.2'", {"number": "3.2"}),
-        (DdpMagics.ddp_check, 'd["a b"] \'f(1, 2)\' "x"', {"names": ['d["a b"]', "f(1, 2)", "x"]}),
-        (DdpMagics.ddp_samples, "d['a'] -n '2'", {"name": "d['a']", "n": "2"}),
-        (
-            DdpMagics.ddp_inspect,
+            "ddp_inspect",
             """n["a"] --batch d["x"] --loss='f(output, d["y"])' --run="a b\"""",
-            {"model": 'n["a"]', "batch": 'd["x"]', "loss": 'f(output, d["y"])', "run": "a b"},
+            [],
+            {
+                "model": 'n["a"]',
+                "batch": 'd["x"]',
+                "loss": 'f(output, d["y"])',
+                "run": "a b",
+                "source": "",
+            },
         ),
     ],
 )
-def test_quotation_marks_stay_only_inside_expressions(magic, line: str, expected: dict):
-    takes_python = magic.__name__ in ("ddp_check", "ddp_samples", "ddp_inspect")
-    found = vars(arguments(magic, line, python=takes_python))
-    assert {key: found[key] for key in expected} == expected
+def test_quotation_marks_stay_only_inside_expressions(
+    magic: str, line: str, several: list[str], expected: dict
+):
+    assert arguments(magic, line) == (several, expected)
 
 
 @pytest.mark.parametrize(
@@ -200,14 +246,14 @@ def test_quotation_marks_stay_only_inside_expressions(magic, line: str, expected
 )
 def test_what_is_pulled_is_taken_as_typed(expression: str):
     for line in (f"{expression} --as 'y'  --ranks=0,1", f" --ranks 0,1 {expression} --as y"):
-        found = vars(arguments(DdpMagics.ddp_pull, with_expression(line)))
-        assert found == {"expression": expression, "ranks": "0,1", "name": "y"}
+        found = arguments("ddp_pull", line)
+        assert found == ([], {"expression": expression, "ranks": "0,1", "as_": "y"})
 
 
 @pytest.mark.parametrize("line", ['race "a b.py', "race it's.csv", "race a\\"])
-@pytest.mark.parametrize("python", [False, True])
-def test_an_unclosed_quotation_mark_is_one_sentence(line: str, python: bool):
-    if python and line.endswith("\\"):
+@pytest.mark.parametrize("magic", ["ddp_export", "ddp_check"])  # ddp_check takes Python
+def test_an_unclosed_quotation_mark_is_one_sentence(line: str, magic: str):
+    if magic == "ddp_check" and line.endswith("\\"):
         return
-    with pytest.raises(UserError, match=r"^No .* in %ddp_export race .*\. Close each"):
-        arguments(DdpMagics.ddp_export, line, python=python)
+    with pytest.raises(UserError, match=rf"^No .* in %{magic} race .*\. Close each"):
+        arguments(magic, line)
