@@ -1,7 +1,7 @@
-"""Runs benchmarks and stores their figures: ``python -m benchmarks [versus growth ...]``.
+"""Runs benchmarks and stores their figures: ``python -m benchmarks [versus ranks ...]``.
 
 Without a name it runs ``versus``, as ``make bench`` does.  Options follow a colon:
-``claims:num=20,part=power``.  ``python -m benchmarks table`` only writes the table of README.md.
+``claims:num=20,part=power``.  ``python -m benchmarks table`` only writes the tables.
 """
 
 import importlib
@@ -9,8 +9,8 @@ import re
 import sys
 from typing import Any
 
+from benchmarks import table, versus
 from benchmarks.measure import HEAD, Figure
-from benchmarks.table import keep, write
 
 
 def main(words: list[str]) -> None:
@@ -22,7 +22,7 @@ def main(words: list[str]) -> None:
         for figure in _measure(name, options):  # a benchmark may be killed before its last figure
             figures.append(figure)
             print(figure.row(), flush=True)
-            keep(re.sub(r"[:=,]", "-", word), figures)
+            table.keep(re.sub(r"[:=,]", "-", word), figures)
 
 
 def _measure(name: str, options: dict[str, str]) -> Any:
@@ -33,6 +33,7 @@ def _measure(name: str, options: dict[str, str]) -> Any:
 
 
 if sys.argv[1:] == ["table"]:
-    write()
+    table.write()
+    versus.write()
 else:
     main(sys.argv[1:])

@@ -44,8 +44,7 @@ def rows(rank: int, first: int, strategy: str, rng: np.random.Generator) -> byte
 class Fed:
     """A comparison that receives made-up events, and the processor time of adding and drawing."""
 
-    def __init__(self, folder: Path, num_events: int = NUM_EVENTS) -> None:
-        self.num_events = num_events
+    def __init__(self, folder: Path) -> None:
         self.specs = [
             RunSpec(run_id=f"bench-{name}", strategy=name, task="digits") for name in STRATEGIES
         ]
@@ -56,9 +55,9 @@ class Fed:
         self.draw_seconds: list[float] = []
         self.take_seconds = 0.0
 
-    def train(self, spec: RunSpec, rng: np.random.Generator, draws: bool = True) -> None:
+    def train(self, spec: RunSpec, rng: np.random.Generator) -> None:
         self.recorder.begin(spec.run_id, spec.strategy, spec)
-        num_reporting, per_run = NUM_REPORTING[spec.strategy], self.num_events // len(STRATEGIES)
+        num_reporting, per_run = NUM_REPORTING[spec.strategy], NUM_EVENTS // len(STRATEGIES)
         num_batches = per_run // EVENTS_IN_BATCH // num_reporting
         for sequence in range(num_batches):
             for rank in range(num_reporting):
@@ -66,7 +65,7 @@ class Fed:
                 began = time.process_time()
                 self.recorder.add(batch)
                 self.take_seconds += time.process_time() - began
-            if draws and sequence % max(num_batches // NUM_SAMPLED, 1) == 0:
+            if sequence % max(num_batches // NUM_SAMPLED, 1) == 0:
                 self.draw()
         self.recorder.end(spec.run_id, Status.FINISHED)
 
@@ -95,7 +94,7 @@ class Fed:
             device="cpu",
             backend="gloo",
             num_parameters=1,
-            num_samples=256 * self.num_events // len(STRATEGIES) // NUM_REPORTING[spec.strategy],
+            num_samples=256 * NUM_EVENTS // len(STRATEGIES) // NUM_REPORTING[spec.strategy],
         )
 
 

@@ -25,13 +25,6 @@ class Figure:
         ours = statistics.median(self.ours)
         return ours / statistics.median(self.theirs) if self.theirs else ours
 
-    @property
-    def kept(self) -> bool:
-        if not self.limit:
-            return True
-        sign, bound = self.limit.split()
-        return self.value <= float(bound) if sign == "<=" else self.value >= float(bound)
-
     def row(self) -> str:
         """Return the figure as a row of a table; the caller may add columns."""
 
@@ -41,11 +34,18 @@ class Figure:
             middle, low, high = statistics.median(values), min(values), max(values)
             return f"{middle:.4g} ({low:.4g} to {high:.4g})"
 
-        promise = self.limit if self.kept else f"{self.limit}, **missed**"
+        is_kept = not self.limit or keeps(self.limit, self.value)
+        promise = self.limit if is_kept else f"{self.limit}, **missed**"
         return (
             f"| {self.name} | {spread(self.ours)} | {spread(self.theirs)} | {self.unit or '-'} "
             f"| {self.value:.3f} | {promise or '-'} |"
         )
+
+
+def keeps(limit: str, value: float) -> bool:
+    """Return True if a value keeps a promise such as ``"<= 0.65"``."""
+    sign, bound = limit.split()[:2]
+    return value <= float(bound) if sign == "<=" else value >= float(bound)
 
 
 HEAD = (

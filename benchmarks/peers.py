@@ -23,6 +23,8 @@ import psutil
 from jupyter_client.manager import KernelManager
 
 ENVIRONMENTS = Path("build/peers")
+LIMIT_SECONDS = 30
+"""The time limit for each measurement in seconds, the same for all peers."""
 MARK = "DDPNB_BENCHMARK"
 """An environment variable that marks all processes of a notebook, whatever their parent is."""
 
@@ -47,6 +49,7 @@ class Peer:
     group: str = ""
     """A cell that forms a gloo process group on the ranks; empty if the tool forms the group."""
     stop: str = "pass"
+    """Ends the ranks; empty if this would also end processes of other programs."""
     again: str = ""
     """Restores a working group after a rank has died; empty: use ``stop`` and ``begin``."""
     keeps: bool = True
@@ -120,14 +123,22 @@ JUPYTER_DISTRIBUTED = Peer(
     environment={"JUPYTER_DISTRIBUTED_WORLD_SIZE": "{n}"},
     group=FORM_GROUP,
 )
+_NBDISTRIBUTED_BEGIN = """%dist_init -n {n}
+import contextlib
+connection = get_ipython().find_line_magic("dist_init").__self__._comm_manager
+is_connected = False
+while not is_connected:  # otherwise the first cell may be lost, and then takes 30 s
+    with contextlib.suppress(TimeoutError):
+        connection.send_to_all("get_status", {{}}, timeout=0.2)
+        is_connected = True
+"""
 NBDISTRIBUTED = Peer(
     name="nbdistributed",
     packages=("nbdistributed",),
     load="%load_ext nbdistributed",
-    begin="%dist_init -n {n}",
+    begin=_NBDISTRIBUTED_BEGIN,
     cell="%%distributed\n{source}",
-    stop="%dist_shutdown",
-    again="%dist_reset\n%dist_init -n {n}",
+    stop="",  # %dist_reset and %dist_shutdown run `pkill -f "python.*worker"`
 )
 _MONARCH_BEGIN = """
 import torch
@@ -294,7 +305,7 @@ class NotebookOf:
         if begin:
             self.begin()
 
-    def run(self, source: str, limit: float = 60) -> float:
+    def run(self, source: str, limit: float = LIMIT_SECONDS) -> float:
         """Run a cell and return its seconds; raise CannotError if it fails or exceeds the limit."""
         began = time.perf_counter()
         self.first_picture, parts = None, []
@@ -336,7 +347,7 @@ class NotebookOf:
         """Begin a cell on all ranks without waiting for it."""
         self._client.execute(self.peer.on_ranks(source, self.num_ranks))
 
-    def cell(self, source: str, limit: float = 60) -> float:
+    def cell(self, source: str, limit: float = LIMIT_SECONDS) -> float:
         """Run ``source`` on all ranks and return the seconds."""
         return self.run(self.peer.on_ranks(source, self.num_ranks), limit)
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -59,8 +60,19 @@ def write() -> None:
 
 def with_table(text: str) -> str:
     """Return the text with a new table of promises between its two marks."""
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}"
+    return between(text, BEGIN, END, table())
+
+
+def between(text: str, begin: str, end: str, content: str) -> str:
+    """Return the text with new content between two marks."""
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}{content}{end}{rest.partition(end)[2]}"
+
+
+def measured_on(stored: dict[str, Any]) -> str:
+    """Return the date and the processor of stored results."""
+    cpu = stored["machine"]["cpu"].replace("(R)", "").partition(" Processor")[0]
+    return f"{stored['date']}, {cpu}"
 
 
 def table() -> str:
@@ -68,7 +80,6 @@ def table() -> str:
     rows = [HEAD]
     for path in sorted(RESULTS.glob("*.json")):
         content = json.loads(path.read_text())
-        cpu = content["machine"]["cpu"].replace("(R)", "").partition(" Processor")[0]
         found = [Figure(**each) for each in content.get("figures", [])]
-        rows += [f"{each.row()} {content['date']}, {cpu} |" for each in found if each.limit]
+        rows += [f"{each.row()} {measured_on(content)} |" for each in found if each.limit]
     return "\n".join(rows) + "\n"

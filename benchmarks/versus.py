@@ -14,33 +14,38 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from benchmarks.measure import Figure, pss
-from benchmarks.peers import DDPNB, PEERS, CannotError, NotebookOf, Peer
-from benchmarks.table import README, RESULTS, machine
+from benchmarks.measure import Figure, keeps, pss
+from benchmarks.peers import DDPNB, LIMIT_SECONDS, PEERS, CannotError, NotebookOf, Peer
+from benchmarks.table import README, RESULTS, between, machine, measured_on
 from benchmarks.work import BY_HAND, COMPARE, LOOP, rate_in
 
 RESULT = RESULTS / "versus.json"
 OVERVIEW = README.parents[1] / "README.md"
-HEADLINES = ("start", "cell", "rate", "raise", "left")
+HEADLINES = ("start", "raise", "left")
 """The rows that the main README shows."""
 BEGIN, END = "<!-- what follows is written by: make bench -->\n", "<!-- until here -->\n"
-LIMIT_SECONDS = 5
-"""Time limit for each cell after a fault."""
-SLOW_SECONDS = 7
+SLOW_SECONDS = 15
 """A peer that takes longer does the work only once."""
-LINES_SECONDS = 10
-"""Time limit for printing the lines."""
+CHECK_SECONDS = 2
+"""An all-reduce that takes longer shows that a group does not work."""
+TRAINING_SECONDS = 300
+"""Time limit for a training, whose speed is measured."""
+LOADED_SECONDS = 2
+"""Time between ``%load_ext`` and ``%ddp_start`` in the row ``ready``."""
 LEFT_SECONDS = 10
 """Time between the kernel's death and the count of its processes."""
 INTERRUPT_SECONDS = 2
 """Time that a cell runs before the interrupt."""
 
+OTHERS = "the tool's commands for a new group also kill processes of other programs"
 ALL_REDUCE = "import torch, torch.distributed as dist\ndist.all_reduce(torch.ones(1))\n"
 LINES = "import os\nfor i in range(20000): print(os.getpid(), i, 'x' * 73)"
 """Each rank prints different lines, because ddpnb shows equal lines of several ranks once."""
+ONE_THREAD = "import torch\nnum_before = torch.get_num_threads()\ntorch.set_num_threads(1)\n"
 SAY = "open(f'{folder}/said-{{dist.get_rank()}}', 'w').write(str({what}))\n"
 ARRAY = "import numpy\narray = numpy.random.rand(12_500_000)"
 RAISE = "if dist.get_rank() == 1: raise ValueError('on purpose')\ndist.all_reduce(torch.ones(1))"
@@ -79,6 +84,8 @@ class Row:
     open too. The first round is then not counted, unless the peer is slow."""
     begins: bool = True
     """True if the ranks are started before the work."""
+    limit: float = LIMIT_SECONDS
+    """The longest time of the work, if ``unit`` is seconds."""
     goal: str = ""
     """``<= 0.4 of torchrun`` limits the ratio of both medians, ``<= 1.0`` only ddpnb's median."""
 
@@ -99,6 +106,8 @@ class Row:
                     opened[name].remark = ""
                     began = time.perf_counter()
                     took = self.work(opened[name])
+                    if self.unit == "s" and took > self.limit:
+                        raise CannotError(f"not within {self.limit:g} s")
                     found[name].said = opened[name].remark
                     if time.perf_counter() - began > SLOW_SECONDS:
                         slow.add(name)
@@ -117,14 +126,12 @@ class Row:
         """Return the promise and the measured value."""
         if not self.goal:
             return "-"
-        sign, bound = self.goal.split()[:2]
         theirs = measured.get(self.rival) if self.rival else Measured([1.0])
         ours = measured["ddpnb"]
         if not ours.values or theirs is None or not theirs.values:
             return self.goal
         value = statistics.median(ours.values) / statistics.median(theirs.values)
-        is_kept = value <= float(bound) if sign == "<=" else value >= float(bound)
-        return f"{self.goal}: {value:.2f}" + ("" if is_kept else ", **missed**")
+        return f"{self.goal}: {value:.2f}" + ("" if keeps(self.goal, value) else ", **missed**")
 
 
 @contextlib.contextmanager
@@ -140,6 +147,11 @@ def _start(opened: NotebookOf) -> float:
     return opened.begin() + opened.cell(ALL_REDUCE)
 
 
+def _start_loaded(opened: NotebookOf) -> float:
+    time.sleep(LOADED_SECONDS)
+    return _start(opened)
+
+
 def _load(opened: NotebookOf) -> float:
     if not opened.peer.is_extension:
         raise CannotError("the tool is not a notebook extension")
@@ -152,7 +164,7 @@ def _empty_cell(opened: NotebookOf) -> float:
 
 
 def _lines(opened: NotebookOf) -> float:
-    took = opened.cell(LINES, LINES_SECONDS)
+    took = opened.cell(LINES)
     num_arrived = opened.printed.count("x" * 73)
     opened.remark = "" if num_arrived >= 40_000 else f"{num_arrived} of 40,000 lines arrive"
     return took
@@ -174,9 +186,27 @@ def _no(reason: str) -> str:
 
 
 def _rate(opened: NotebookOf) -> float:
-    opened.cell(LOOP + SAY.format(folder=opened.folder, what="rate"))
+    """Train with one thread on each rank, and then restore the number of threads."""
+    restore = "torch.set_num_threads(num_before)"
+    opened.cell(f"{ONE_THREAD}{LOOP}{_say_rate(opened)}{restore}", TRAINING_SECONDS)
+    return _said_rate(opened)[0]
+
+
+def _default_rate(opened: NotebookOf) -> float:
+    opened.cell(LOOP + _say_rate(opened), TRAINING_SECONDS)
+    rate, num_threads = _said_rate(opened)
+    opened.remark = f"{num_threads:g} thread{'' if num_threads == 1 else 's'}"
+    return rate
+
+
+def _say_rate(opened: NotebookOf) -> str:
+    return SAY.format(folder=opened.folder, what="[rate, torch.get_num_threads()]")
+
+
+def _said_rate(opened: NotebookOf) -> list[float]:
     said = opened.said()
-    return float(said[0] if said else _no("the cell ends without a result"))
+    found: list[float] = json.loads(said[0] if said else _no("the cell ends without a result"))
+    return found
 
 
 def _idle_memory(opened: NotebookOf) -> float:
@@ -198,7 +228,7 @@ def _fault(source: str, interrupt: bool = False) -> Callable[[NotebookOf], float
             threading.Timer(INTERRUPT_SECONDS, opened.interrupt).start()
         began = time.perf_counter()
         with _in_time():
-            opened.cell(ALL_REDUCE + source, LIMIT_SECONDS)
+            opened.cell(ALL_REDUCE + source)
         _works_again(opened)
         return time.perf_counter() - began - (INTERRUPT_SECONDS if interrupt else 0)
 
@@ -216,16 +246,19 @@ def _in_time() -> Iterator[None]:
 
 
 def _works_again(opened: NotebookOf) -> None:
-    """Wait until a group works again; if it does not, use the peer's command for a new group."""
+    """Check that a group works; if it does not, use the peer's command for a new group."""
     check = ALL_REDUCE + SAY.format(folder=opened.folder, what="globals().get('kept')")
     try:
-        opened.cell(check, LIMIT_SECONDS)
-    except CannotError:
+        opened.cell(check, CHECK_SECONDS if opened.peer.keeps else LIMIT_SECONDS)
+    except CannotError as error:
+        if str(error).startswith("not within"):
+            opened.interrupt()
+        command = opened.peer.again or opened.peer.stop or _no(OTHERS)
         with _in_time():
-            opened.run(opened.peer.again or opened.peer.stop, LIMIT_SECONDS)
+            opened.run(command)
         if not opened.peer.again:
             opened.begin()
-        opened.cell(check, LIMIT_SECONDS)
+        opened.cell(check)
     num_kept = opened.said().count("7")
     opened.remark = f"variables kept on {num_kept} of {opened.num_ranks} ranks"
 
@@ -241,9 +274,9 @@ def _left_behind(opened: NotebookOf) -> float:
 def _comparison_rate(opened: NotebookOf) -> float:
     """Return the samples/s of ``ddp`` in a comparison, or of the same loop under torchrun."""
     if opened.peer is DDPNB:
-        opened.run(COMPARE.format(strategies="'ddp'"), 300)
+        opened.run(COMPARE.format(strategies="'ddp'"), TRAINING_SECONDS)
         return rate_in(opened.printed)
-    opened.cell(BY_HAND["ddp"], 300)
+    opened.cell(BY_HAND["ddp"], TRAINING_SECONDS)
     return rate_in(opened.printed)
 
 
@@ -317,11 +350,19 @@ ROWS = {
         is_open=True,
         goal="<= 0.2 of ipyparallel",
     ),
+    "default_rate": Row(
+        name="speed of training with DDP in a cell, 2 ranks with the tool's default number of "
+        "threads",
+        unit="samples/s",
+        work=_default_rate,
+        rounds=3,
+        is_open=True,
+    ),
     "rate": Row(
-        name="speed of training with DDP in a cell, 2 ranks",
+        name="speed of training with DDP in a cell, 2 ranks with one thread each",
         unit="samples/s",
         work=_rate,
-        rounds=3,
+        rounds=5,
         is_open=True,
         goal=">= 0.99 of torchrun",
     ),
@@ -356,6 +397,21 @@ ROWS = {
     ),
 }
 OURS = {
+    "ready": Row(
+        name=f"time of %ddp_start and a first all-reduce, {LOADED_SECONDS} s after %load_ext, "
+        "2 ranks",
+        work=_start_loaded,
+        begins=False,
+        goal="<= 0.15 of torchrun",
+    ),
+    "ready8": Row(
+        name=f"time of %ddp_start and a first all-reduce, {LOADED_SECONDS} s after %load_ext, "
+        "8 ranks",
+        work=_start_loaded,
+        begins=False,
+        num_ranks=8,
+        goal="<= 0.2 of torchrun",
+    ),
     "comparison": Row(
         name="speed of ddp in a comparison, or of the same loop in a script, 2 ranks",
         unit="samples/s",
@@ -369,6 +425,7 @@ OURS = {
         "after the other",
         work=_whole,
         begins=False,
+        limit=300,
         goal="<= 1.0 of torchrun",
     ),
     "picture": Row(
@@ -383,7 +440,7 @@ OURS = {
         goal="<= 1.5",
     ),
 }
-"""Rows that no peer can run, except that torchrun runs ``comparison`` and ``whole``."""
+"""Rows that only ddpnb runs, and torchrun if a promise compares ddpnb with torchrun."""
 QUICK = ("start", "load", "cell", "push", "pull", "raise", "picture")
 
 
@@ -416,45 +473,42 @@ def close_all(opened: dict[str, NotebookOf]) -> None:
 
 def keep(name: str, row: dict[str, Measured]) -> None:
     """Replace the stored figures of a row, and write the tables of both READMEs."""
-    stored = json.loads(RESULT.read_text()) if RESULT.exists() else {"rows": {}}
-    stored |= {"date": time.strftime("%Y-%m-%d"), "machine": machine()}
-    stored["rows"][name] = {peer: asdict(each) for peer, each in row.items()}
-    RESULT.write_text(json.dumps(stored, indent=1) + "\n")
+    rows = json.loads(RESULT.read_text())
+    peers = {peer: asdict(each) for peer, each in row.items()}
+    rows[name] = {"date": time.strftime("%Y-%m-%d"), "machine": machine(), "peers": peers}
+    RESULT.write_text(json.dumps(rows, indent=1) + "\n")
+    write()
+
+
+def write() -> None:
     for readme in (README, OVERVIEW):
         readme.write_text(with_table(readme))
 
 
 def with_table(readme: Path) -> str:
     """Return the page with a new table between its two marks."""
-    before, _, rest = readme.read_text().partition(BEGIN)
-    shown = table(HEADLINES if readme == OVERVIEW else [*ROWS, *OURS], readme == OVERVIEW)
-    return f"{before}{BEGIN}{shown}{END}{rest.partition(END)[2]}"
+    names = HEADLINES if readme == OVERVIEW else [*ROWS, *OURS]
+    return between(readme.read_text(), BEGIN, END, table(names, json.loads(RESULT.read_text())))
 
 
-def table(names: Sequence[str], is_short: bool = False) -> str:
+def table(names: Sequence[str], stored: dict[str, Any]) -> str:
     """Return stored rows in Markdown: medians, and below them why a peer cannot run a row."""
-    if not RESULT.exists():
-        return ""
-    stored = json.loads(RESULT.read_text())
     rows = {
-        name: {peer: Measured(**each) for peer, each in stored["rows"][name].items()}
+        name: {peer: Measured(**each) for peer, each in stored[name]["peers"].items()}
         for name in names
-        if name in stored["rows"]
+        if name in stored
     }
     peers = [peer.name for peer in PEERS if any(peer.name in row for row in rows.values())]
-    last = "" if is_short else " promise |"
-    lines = [f"| | {' | '.join(peers)} |{last}", "|---" * (len(peers) + 2 - is_short) + "|"]
+    lines = [f"| | {' | '.join(peers)} | promise | measured on |", "|---" * (len(peers) + 3) + "|"]
     reasons: dict[str, int] = {}
     for name, found in rows.items():
         row = ROWS.get(name) or OURS[name]
         cells = [_cell(found.get(peer), reasons) for peer in peers]
         title = row.name + (f" ({row.unit})" if row.unit else "")
-        last = "" if is_short else f" {row.promise(found)} |"
-        lines.append(f"| {title} | {' | '.join(cells)} |{last}")
-    about = stored["machine"]
-    on = f"{stored['date']}, {about['cores']} cores of {about['cpu']}, torch {about['torch']}"
-    notes = ". ".join(f"[{number}] {text[0].upper()}{text[1:]}" for text, number in reasons.items())
-    return "\n".join([*lines, *([] if is_short else ["", f"Measured on {on}. {notes}."]), ""])
+        cells += [row.promise(found), measured_on(stored[name])]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    notes = [f"[{number}] {text[0].upper()}{text[1:]}." for text, number in reasons.items()]
+    return "\n".join([*lines, *(["", " ".join(notes)] if notes else []), ""])
 
 
 def _cell(measured: Measured | None, reasons: dict[str, int]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 import benchmarks
 from benchmarks import gpu_day, table, versus
@@ -33,6 +34,64 @@ def test_the_table_is_what_the_newest_figures_make():
 )
 def test_the_tables_beside_other_tools_are_those_of_the_stored_rows(readme: Path):
     assert versus.with_table(readme) == readme.read_text()
+
+
+class Exec:
+    """A notebook that runs cells of one rank in this process."""
+
+    remark = ""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def cell(self, source: str, limit: float) -> None:
+        exec(source, {})
+
+    def said(self) -> list[str]:
+        return [path.read_text() for path in self.folder.iterdir()]
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("took", [0.1, 29.9, 30.1, 1000.0])
+def test_a_time_above_the_one_limit_is_not_shown(tmp_path, took):
+    row = versus.Row(name="", work=lambda _: took, rounds=1, is_open=True)
+    found = row.measure(dict.fromkeys("ab"), 1, {each: Exec(tmp_path) for each in "ab"})
+    shown = f"{took:g}" if took < 30 else "cannot: not within 30 s"
+    assert list(map(str, found.values())) == [shown, shown]
+
+
+def test_no_stored_time_is_above_the_limit():
+    for name, stored in json.loads(versus.RESULT.read_text()).items():
+        row = versus.ROWS.get(name) or versus.OURS[name]
+        values = [value for each in stored["peers"].values() for value in each["values"]]
+        assert row.unit != "s" or max(values) <= row.limit, name
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_ranks_train_with_one_thread_and_get_their_number_of_threads_back(
+    tmp_path, monkeypatch, num
+):
+    seen = "class dist:\n    get_rank = lambda: 0\nimport torch\nrate = torch.get_num_threads()\n"
+    monkeypatch.setattr(versus, "LOOP", seen)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(num)
+        assert versus._rate(Exec(tmp_path)) == 1
+        assert torch.get_num_threads() == num
+        assert versus._default_rate(ranks := Exec(tmp_path)) == num
+        assert ranks.remark.startswith(f"{num} thread")
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(1.0, 4.0), (1.7, 4.0), (5.0, 4.0)])
+def test_the_table_says_if_a_promise_is_missed_and_when_it_was_measured(ours, theirs):
+    peers = {"ddpnb": {"values": [ours]}, "torchrun": {"values": [theirs]}}
+    stored = {"date": "2026-01-02", "machine": {"cpu": "A"}, "peers": peers}
+    row = versus.table(["start"], {"start": stored}).splitlines()[2]
+    assert ("**missed**" in row) == (ours / theirs > 0.4)
+    assert row.endswith("| 2026-01-02, A |")
 
 
 HANGS = (
