@@ -1,4 +1,7 @@
-"""The public functions, each with the declaration of its magic.  Runs in the kernel."""
+"""The public functions, which also declare the magics.  Runs in the kernel.
+
+If an argument is wrong or no cluster is running, a function raises a ``UserError``.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,9 +66,6 @@ def start(n: int | None = None, **choices: Any) -> Table:
         n: number of ranks.  Default: one rank per GPU; without GPUs, up to four ranks on the CPU.
         **choices: as listed.
 
-    Returns:
-        The table of ranks.
-
     Raises:
         UserError: this machine or a host cannot start these ranks.
     """
@@ -118,10 +118,8 @@ def interrupt() -> str:
     """Stop cells and comparisons that run in the background: ``%ddp_interrupt``.
 
     ``--no-wait`` and ``%ddp_panel`` start background work.  The ranks keep their variables.
-    To stop a cell that the notebook waits for, interrupt the kernel (the square button).
-
-    Returns:
-        A sentence that names the stopped cells and comparisons.
+    To stop a cell that the notebook waits for, interrupt the kernel (the square button).  The
+    result is a sentence that names the stopped cells and comparisons.
     """
     return this_session().interrupt()
 
@@ -162,7 +160,7 @@ def debug(rank: int) -> None:
     this_session().run_cell("%debug", CellOptions(ranks=str(rank), debug=rank))
 
 
-@magic("ddp_run", options_of(CellOptions), flags={"module": "-m", "keep": "-i"})
+@magic("ddp_run", options_of(CellOptions), module="-m", keep="-i")
 def run_script(
     script: Path | str,
     arguments: Sequence[object] = (),
@@ -201,13 +199,13 @@ def run_script(
     return this_session().run_cell(source, options, ran)
 
 
-@magic("ddp_push", flags={"ranks": "--ranks"})
+@magic("ddp_push", ranks="--ranks")
 def push(ranks: str | None = None, **variables: object) -> None:
     """Copy variables to the ranks: ``%ddp_push a b`` or ``ddpnb.push(a=1, b=2)``.
 
     Args:
         ranks: numbers of the ranks to use, e.g. 0,2-3; default: all ranks.
-        **variables: the variables' names and values.
+        **variables: name of a variable; in Python, ``name=value``.
     """
     push_to(this_session().free_cluster(), variables, ranks)
 
@@ -279,15 +277,10 @@ def source(strategy: str) -> Code:
     """Show the source of a strategy: ``%ddp_source ddp-by-hand``.
 
     To change the strategy, paste its class into a comparison's cell and rename the class.
+    ``ddpnb.source("ddp-by-hand").data`` is the code as a string.
 
     Args:
         strategy: name of a strategy without options, such as ddp-by-hand.
-
-    Returns:
-        An object that a notebook shows as highlighted code.  ``.data`` is the code as a string.
-
-    Raises:
-        UserError: the strategy does not exist.
     """
     if strategy not in STRATEGIES:
         raise one_of("strategy", strategy, STRATEGIES)
@@ -296,7 +289,7 @@ def source(strategy: str) -> Code:
 
 @magic("ddp_runs")
 def runs(text: str = "", *, last: int | None = None) -> Table:
-    """List stored runs: ``%ddp_runs ddp --last 9`` or ``ddpnb.runs("ddp", last=9)``.
+    """List stored runs: ``%ddp_runs ddp --last 9`` or ``ddpnb.runs("ddp", last=9).to_frame()``.
 
     ``%ddp_runs --show race`` shows a comparison, as ``ddpnb.details("race")`` does.
     ``%ddp_runs --delete race/ddp`` deletes runs, as ``ddpnb.delete("race/ddp")`` does.
@@ -304,9 +297,6 @@ def runs(text: str = "", *, last: int | None = None) -> Table:
     Args:
         text: list only runs with this text in the name, task or state.
         last: maximum number of lines; newest runs first.
-
-    Returns:
-        The table, with ``.to_frame()``.
     """
     return runs_table(matching(this_session().store.list(), text, last))
 
@@ -354,14 +344,11 @@ def export(name: str, path: Path | str) -> str:
 
     A ``.csv`` has one row per step of each worker, and a ``.runs.csv`` has one row per run.  Other
     files contain the report (``.html``), the figure (``.png``), or a script for torchrun without
-    ddpnb (``.py``).
+    ddpnb (``.py``).  The result names the file.  For a script, it also says how to run the script.
 
     Args:
         name: name of a run or a comparison, as shown by ``%ddp_runs``.
         path: name of the file; its ending determines the content.
-
-    Returns:
-        A text that names the file.  For a script, the text also says how to run the script.
     """
     return this_session().load([name]).save(path)
 
@@ -375,13 +362,11 @@ def check(*names: str) -> ReplicaCheck:
 
     ddpnb compares parameters, buffers, gradients and the optimizer's state.  The result names the
     first difference and its probable cause.  Without names, ddpnb compares all models and
-    optimizers.  The check changes nothing on the ranks and calls no collective.
+    optimizers.  The check changes nothing on the ranks and calls no collective.  The result has
+    ``.is_same``, ``.sentence()`` and ``.table()``.
 
     Args:
         *names: name or expression of a model, an optimizer, a tensor or a dict of tensors.
-
-    Returns:
-        The result, with ``.is_same``, ``.sentence()`` and ``.table()``.
 
     Raises:
         UserError: the ranks have nothing to compare, or a rank is busy.
@@ -395,14 +380,12 @@ def samples(name: str = "", **choices: Any) -> Handout:
 
     Without a name, torch's ``DistributedSampler`` on the ranks chooses the samples.
     ``%ddp_samples loader`` reads a sampler or a ``DataLoader`` of the ranks without consuming it.
-    If you name a sampler, ddpnb ignores ``-n``, ``--drop-last`` and ``--shuffle``.
+    If you name a sampler, ddpnb ignores ``-n``, ``--drop-last`` and ``--shuffle``.  The result has
+    ``.plot()``, ``.table()``, ``.text()`` and one row per epoch in ``.rows``.
 
     Args:
         name: name of a sampler or ``DataLoader`` on the ranks.
         **choices: as listed.
-
-    Returns:
-        The result, with ``.plot()``, ``.table()``, ``.text()`` and one row per epoch in ``.rows``.
     """
     spec = SamplerSpec(expression=name, **read_options(SamplerSpec, choices))
     cluster = this_session().idle_cluster()
@@ -410,15 +393,17 @@ def samples(name: str = "", **choices: Any) -> Handout:
     return handout_of(spec, [found[rank] for rank in cluster.ranks])
 
 
-@magic("ddp_show", options_of(CollectiveSpec), flags={"save": "--save FILE"})
+@magic("ddp_show", options_of(CollectiveSpec), save="--save FILE")
 def show_collective(
     name: str, *, ranks: str | None = None, save: str = "", **choices: Any
 ) -> CollectiveResult | TraceResult | str:
     """Run a collective on the ranks and show its effect: ``%ddp_show all_reduce``.
 
     The result shows each rank's tensor before and after the call, the time, the bytes sent, and
-    the algorithm's formula.  ``%ddp_show trace`` draws the trace of the last ``%%ddp --trace``
-    cell again.  ``%ddp_show trace --save FILE`` saves the trace, for example for Perfetto.
+    the algorithm's formula.  The result has ``.plot()`` and ``.text()``.
+
+    ``%ddp_show trace`` draws the trace of the last ``%%ddp --trace`` cell again.
+    ``%ddp_show trace --save FILE`` saves the trace, for example for Perfetto.
 
     Args:
         name: ``all_reduce``, ``broadcast``, ``reduce``, ``scatter``, ``gather``, ``all_gather``,
@@ -426,12 +411,6 @@ def show_collective(
         ranks: ranks that take part, e.g. 0,2-3; default: all ranks.
         save: file for a trace: .json, .png or .svg.
         **choices: as listed.
-
-    Returns:
-        The result, with ``.plot()`` and ``.text()``.
-
-    Raises:
-        UserError: the collective does not exist, or does not have an option that you gave.
     """
     if name == TRACE:
         return last_trace().save(save) if save else last_trace()
@@ -448,44 +427,34 @@ def show_collective(
 def last_trace() -> TraceResult:
     """Return the trace of the latest ``%%ddp --trace`` cell.
 
-    Returns:
-        The trace, with ``.plot()``, ``.text()``, and ``.save("trace.json")`` for Perfetto.
-
-    Raises:
-        UserError: no cell has been traced.
+    The trace has ``.plot()``, ``.text()``, and ``.save("trace.json")`` for Perfetto.  If no cell
+    has been traced, a ``UserError`` is raised.
     """
     if (trace := this_session().last_trace) is None:
         raise UserError("No cell has been traced. Begin a cell with %%ddp --trace.")
     return trace
 
 
-@magic(
-    "ddp_inspect",
-    options_of(InspectSpec),
-    options_of(TrainingSpec, *INSPECTED),
-    words="python",
-)
+@magic("ddp_inspect", options_of(InspectSpec), options_of(TrainingSpec, *INSPECTED), words="python")
 def inspect(
     model: str = "", *, source: str = "", run: str = "", **choices: Any
 ) -> DdpInspection | AsyncInspection:
     """Measure a step of DDP: ``%ddp_inspect model --batch x --loss "f(output, y)"``.
 
-    The result shows DDP's buckets, and each rank's forward pass, backward pass, all-reduces and
-    update on one timeline.  ddpnb measures a copy, so the model, its gradients, the optimizer and
+    In Python: ``ddpnb.inspect("model", batch="x", loss="f(output, y)")``.  The result shows DDP's
+    buckets, and each rank's forward pass, backward pass, all-reduces and update on one timeline.
+    The result has ``.pictures()``, ``.text()`` and ``.save(path)``.
+
+    ddpnb measures a copy, so the model, its gradients, the optimizer and
     the random numbers stay unchanged.  Without a model, ddpnb inspects ``--task``, the cell's task
     or the task of the last comparison.  ``--run race`` shows which versions of the parameters the
     workers of a stored ``async`` run read and updated.
-
-    In Python: ``ddpnb.inspect("model", batch="x", loss="f(output, y)")``.
 
     Args:
         model: name of a model or DDP module on the ranks.
         source: a cell that defines ``model()`` and ``data(split)``.
         run: show parameter versions of a stored ``async`` run.
         **choices: as listed.
-
-    Returns:
-        The measurements, with ``.pictures()``, ``.text()`` and ``.save(path)``.
 
     Raises:
         UserError: there is nothing to inspect, or the model does not fit the batch.
@@ -511,15 +480,13 @@ def predict(
 
     Example: ``%ddp_predict --ranks 1,8,1024 --link 100GbE``.  ddpnb calibrates on the latest stored
     comparison with ``single`` and ``no-comm``, or on ``run``.  All formulas are in
-    docs/prediction-error.md.
+    docs/prediction-error.md.  The result has ``.table()``, ``.plot()``, ``.save(path)`` and
+    ``.prediction``.
 
     Args:
         ranks: numbers of ranks, such as ``[1, 2, 64]`` or ``"1,2,64"``.
         run: stored comparison for the calibration.
         **choices: as listed.
-
-    Returns:
-        The result, with ``.table()``, ``.plot()``, ``.save(path)``, ``.prediction``.
 
     Raises:
         UserError: no comparison is suitable for calibration, or the options contradict each other.
@@ -532,10 +499,6 @@ def predict(
 def advise() -> Table:
     """Recommend a strategy for this machine, with the reason: ``%ddp_advise``.
 
-    Returns:
-        A table that recommends strategies for different machines, and marks this machine.
-
-    Raises:
-        UserError: no cluster is running.
+    The table recommends strategies for different machines, and marks this machine.
     """
     return advice(this_session().idle_cluster().states)

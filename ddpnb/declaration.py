@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from inspect import Parameter
-from types import MappingProxyType
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 from ddpnb.cluster.interrupts import noted_interrupts
@@ -25,6 +24,8 @@ CHOICES = "    **choices: as listed."
 SECTION = re.compile(r"\n(?:Args|Returns|Raises):\n")
 PARAMETER = re.compile(r"^    \*{0,2}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 """Matches a parameter's description in a docstring."""
+Words = Literal["shell", "python", "expression"]
+"""How a line is split: as in a shell, into Python expressions, or into one expression."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +39,8 @@ class Magic:
     """The function's own parameters.  ``source`` is the cell; a default makes the cell optional."""
     arguments: Mapping[str, Option]
     """The arguments on the magic's line, by Python name.  Flags of options begin with a dash."""
-    words: Literal["shell", "python", "expression"] = "shell"
-    """How the line is split: as in a shell, into Python expressions, or into one expression."""
-    show: Callable[[Any], object] | None = None
+    words: Words
+    show: Callable[[Any], object] | None
     """Shows the function's result.  If None, the magic returns the result."""
 
     @property
@@ -93,8 +93,8 @@ def public(
                 return function(*args, **kwargs)
 
         call.__signature__ = signature  # type: ignore[attr-defined]
-        lines = (f"    {each.keyword}: {_help_in_python(each)}." for each in added)
         doc = inspect.getdoc(function) or ""  # without the indentation that Python 3.13 removes
+        lines = (f"    {each.keyword}: {_help_in_python(each)}." for each in added)
         call.__doc__ = doc.replace(CHOICES, "\n".join(lines))
         return call
 
@@ -104,14 +104,15 @@ def public(
 def magic(
     name: str,
     *groups: Mapping[str, Option],
-    flags: Mapping[str, str] = MappingProxyType({}),
-    **described: Any,
+    words: Words = "shell",
+    show: Callable[[Any], object] | None = None,
+    **flags: str,
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
     """Return a decorator like ``public`` that also declares the magic ``%name``.
 
     Keyword-only parameters become options such as ``--ranks``, and a parameter ``n`` becomes
-    ``-n``.  ``flags`` names other flags and values: ``{"module": "-m", "save": "--save FILE"}``.
-    ``described`` are other fields of ``Magic``.
+    ``-n``.  ``flags`` names other flags and values, such as ``module="-m", save="--save FILE"``.
+    ``words`` and ``show`` are fields of ``Magic``.
     """
     options = {each.keyword: each for group in groups for each in group.values()}
 
@@ -120,7 +121,7 @@ def magic(
         parameters = {
             key: each
             for key, each in inspect.signature(function).parameters.items()
-            if key not in options and each.kind is not Parameter.VAR_KEYWORD
+            if key not in options and key != "choices"
         }
         about = {key: " ".join(text.split()).rstrip(".") for key, text in PARAMETER.findall(doc)}
         own = {
@@ -136,7 +137,8 @@ def magic(
             help=SECTION.split(doc)[0].strip(),
             parameters=parameters,
             arguments=own | others,
-            **described,
+            words=words,
+            show=show,
         )
         return call
 

@@ -35,9 +35,8 @@ def _start(**choices: Any) -> None:
 
 
 @adapter("ddp_restart")
-def _restart(**choices: Any) -> None:
+def _restart(n: int | None = None, *, ranks: str | None = None) -> None:
     shown = LiveDisplay()
-    n, ranks = choices.get("n"), choices.get("ranks")
     shown.show_table(this_session().restart(n, ranks=ranks, progress=shown.show_text))
 
 
@@ -59,14 +58,14 @@ def _rank(*ranks: str, source: str) -> None:
     api.run_cell(source, ranks=" ".join(ranks))
 
 
-@adapter("ddp_push", names=Option(default=(), about="name of a variable", flag="names"))
-def _push(*names: str, ranks: str | None = None) -> None:
+@adapter("ddp_push")
+def _push(*variables: str, ranks: str | None = None) -> None:
     here = InteractiveShell.instance().user_ns
-    if not names:
+    if not variables:
         raise UserError("%ddp_push needs the names of variables: %ddp_push a b.")
-    if missing := [name for name in names if name not in here]:
+    if missing := [name for name in variables if name not in here]:
         raise UserError(f"The notebook has no variable {', '.join(missing)}. Define it first.")
-    push(this_session().free_cluster(), {name: here[name] for name in names}, ranks)
+    push(this_session().free_cluster(), {name: here[name] for name in variables}, ranks)
 
 
 @adapter("ddp_pull", as_=_named(flag="--as", about="notebook variable that gets the result"))

@@ -2,7 +2,9 @@
 
 import pytest
 
+from ddpnb.magics.arguments import flags
 from ddpnb.magics.completion import following
+from ddpnb.magics.magics import MAGICS
 from ddpnb.protocol.notation import LINKS
 
 OFFERED = {
@@ -32,6 +34,12 @@ def after(line: str) -> dict[str, str]:
     *words, last = line.split(" ")
     found = following(words, {"here": 1}, last)
     return {text: kind for text, kind in found if text.startswith(last)}
+
+
+@pytest.mark.parametrize("name", MAGICS)
+def test_all_options_of_a_magic_are_offered(name: str):
+    found = after(f"%{name} --")
+    assert list(found) == [flag for flag in flags(MAGICS[name]) if flag.startswith("--")]
 
 
 @pytest.mark.parametrize("line", OFFERED)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from ddpnb import api, declaration
-from ddpnb.declaration import MAGICS
 from ddpnb.hosts.spec import HostsSpec
 from ddpnb.magics.arguments import arguments, flags, function_of
+from ddpnb.magics.magics import MAGICS
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.inspection import InspectSpec, SamplerSpec
 from ddpnb.protocol.notation import format_ranks, parse_ranks
@@ -135,7 +135,7 @@ def test_all_twins_are_checked():
         assert hasattr(twin, "__wrapped__"), twin
 
 
-ADDED = {"ddp_pull": {"as_"}, "ddp_push": {"names"}, "ddp_runs": {"show", "delete"}}
+ADDED = {"ddp_pull": {"as_"}, "ddp_runs": {"show", "delete"}}
 """The arguments that only the magic has."""
 NAMES = {"ddp": "run_cell", "ddp_run": "run_script", "ddp_show": "show_collective"}
 
@@ -148,7 +148,7 @@ def test_a_magic_has_the_arguments_and_the_help_of_its_function(name: str):
     shared = declared.arguments.keys() - ADDED.get(name, set())
     assert shared <= inspect.signature(function).parameters.keys()
     described = inspect.getdoc(function)
-    assert all(f" {key}: " in described or f" *{key}: " in described for key in shared)
+    assert all(f" {key}: " in described or f"*{key}: " in described for key in shared)
     shown = "".join(function_of(declared).__doc__.split())  # argparse breaks words at hyphens
     assert "".join(described.split("\n")[0].split()) in shown
     for each in declared.arguments.values():
@@ -159,7 +159,7 @@ def test_a_magic_has_the_arguments_and_the_help_of_its_function(name: str):
 def test_a_signature_declares_a_magic():
     seen = []
 
-    @declaration.magic("ddp_try", options_of(SamplerSpec, "num_samples"), flags={"keep": "-k"})
+    @declaration.magic("ddp_try", options_of(SamplerSpec, "num_samples"), keep="-k")
     def tried(
         *words: str, source: str = "", last: int = 1, keep: bool = False, **choices: object
     ) -> None:
