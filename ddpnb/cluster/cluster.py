@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,13 @@ from ddpnb.cluster.call import CALL_TIMEOUT_SECONDS, Call, Timeouts
 from ddpnb.cluster.interrupts import Interrupted, noted_interrupts
 from ddpnb.cluster.link import Exit, Member, Service
 from ddpnb.cluster.placement import ClusterSpec, Placement, rank_settings
-from ddpnb.cluster.processes import LocalProcesses, Processes, StartProcesses, wait_until
+from ddpnb.cluster.processes import (
+    LocalProcesses,
+    Preload,
+    Processes,
+    StartProcesses,
+    wait_until,
+)
 from ddpnb.cluster.wording import deaths, describe_silent, restart, say, sentence, them
 from ddpnb.compat.probe import missing_features
 from ddpnb.protocol.calls import Result, calls
@@ -86,19 +93,25 @@ class Cluster:
         cls,
         spec: ClusterSpec,
         progress: Callable[[str], None] = lambda _: None,
-        start_processes: StartProcesses = LocalProcesses,
+        start_processes: StartProcesses | None = None,
+        preload: Preload | None = None,
     ) -> "Cluster":
         """Start a cluster, and return it once every rank has finished an all-reduce.
 
         ``progress`` is called with a short description of each phase.  ``start_processes`` starts
-        the processes on the hosts in ``spec``.
+        the processes on the hosts in ``spec``.  By default, they start on this host, if possible
+        with the fork server of ``preload``.
 
         Raises UserError if the hosts cannot run this cluster, or if a process failed.
         """
         home = working_folder()
         with noted_interrupts(), contextlib.ExitStack() as undo:
-            cluster = cls(spec, private_folder(), home)
+            server = preload.take() if preload else None
+            if server is not None:
+                undo.callback(server.stop, timeout=0)
+            cluster = cls(spec, server.folder if server else private_folder(), home)
             undo.callback(remove_folder, cluster.folder)
+            start_processes = start_processes or partial(LocalProcesses, server=server)
             try:
                 cluster.processes = start_processes(spec, cluster.folder, cluster.note_exit)
                 undo.callback(cluster.stop)

@@ -36,7 +36,10 @@ from ddpnb.protocol.processes import (
     kill_programs,
     may_have_gpus,
     own_package,
+    portable,
+    private_folder,
     remove_folder,
+    working_folder,
 )
 
 STOP_TIMEOUT_SECONDS = 8.0
@@ -47,16 +50,15 @@ OnExit = Callable[[Exit], None]
 """Function that another thread calls when a process has ended unexpectedly."""
 
 
-def torch_environment(num_threads: int, preload: str = "") -> dict[str, str]:
+def torch_environment(num_threads: int) -> dict[str, str]:
     """Return the environment variables that must be set before torch is imported.
 
-    ``num_threads`` is the number of threads per rank.  ``preload`` names modules that the fork
-    server imports, in addition to the modules in ``DDPNB_PRELOAD``.
+    ``num_threads`` is the number of threads per rank.
     """
     return {
         "OMP_NUM_THREADS": str(num_threads),
         "TORCH_FR_BUFFER_SIZE": str(RECORDED_CALLS),
-        "DDPNB_PRELOAD": f"{os.environ.get('DDPNB_PRELOAD', '')} {preload}".strip(),
+        "DDPNB_PRELOAD": os.environ.get("DDPNB_PRELOAD", ""),
     }
 
 
@@ -70,16 +72,19 @@ class ForkServerProcess:
         environment: Mapping[str, str],
         address: str = "",
         ports: Sequence[int] = (),
+        *,
+        preloads: bool = False,
     ) -> None:
         """Start the fork server.  The fork server removes the run folder ``folder`` when it ends.
 
         Engines on other hosts reach the controller at the ``address`` and ``ports`` of this host.
+        If ``preloads``, the fork server imports torch while no other program needs the core.
         """
         pipe, theirs = Pipe()
         arguments = controller_arguments(folder / "profile", address, ports)
-        words = [str(theirs.fileno()), str(folder), *arguments]
-        self._on_exit = on_exit
-        self._folder = folder
+        words = [str(theirs.fileno()), str(folder), str(int(preloads)), *arguments]
+        self.on_exit = on_exit
+        self.folder = folder
         self._server = subprocess.Popen(
             [sys.executable, "-m", "ddpnb.forkserver.server", *words],
             pass_fds=[theirs.fileno()],
@@ -90,28 +95,74 @@ class ForkServerProcess:
         )
         theirs.close()
         self.pid = self._server.pid
-        self.link = ForkServerLink(pipe, on_exit=on_exit, on_end=self._note_end)
+        self.link = ForkServerLink(
+            pipe, on_exit=lambda exit_: self.on_exit(exit_), on_end=self._note_end
+        )
 
-    def stop(self) -> None:
-        """End the fork server and its children, and wait until they end; may be called twice."""
+    def stop(self, timeout: float = STOP_TIMEOUT_SECONDS) -> None:
+        """End the fork server and its children, and wait until they end; may be called twice.
+
+        After ``timeout`` seconds, the fork server and its children are killed.
+        """
         self.link.begin_stop()
         try:
-            self._server.wait(STOP_TIMEOUT_SECONDS)
+            self._server.wait(timeout)
         except subprocess.TimeoutExpired:
             self._kill_group()
             self._server.wait(STOP_TIMEOUT_SECONDS)
+            remove_folder(self.folder)
         self.link.close()
 
     def _note_end(self) -> None:
         self._kill_group()
-        self._on_exit(Exit(member=Service.FORK_SERVER, code=self._server.wait()))
-        remove_folder(self._folder)
+        self.on_exit(Exit(member=Service.FORK_SERVER, code=self._server.wait()))
+        remove_folder(self.folder)
 
     def _kill_group(self) -> None:
         """Kill the fork server and its children.  The pid stays valid until ``wait`` is called."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        kill_programs(self._folder)
+        kill_programs(self.folder)
+
+
+class Preload:
+    """A fork server that imports torch before the user starts ranks."""
+
+    def __init__(self) -> None:
+        """Start the fork server; raise OSError, RuntimeError or UserError if this is impossible."""
+        self._exits: list[Exit] = []
+        self._surroundings = surroundings()
+        usual = place_ranks(ClusterSpec(device="cpu"), [Host(num_cores=num_cores())])
+        environment = torch_environment(usual.num_threads)
+        self.server = ForkServerProcess(
+            private_folder(), self._exits.append, environment, preloads=True
+        )
+
+    def take(self) -> ForkServerProcess | None:
+        """Return the fork server; if it has lost a process or is outdated, end it, return None."""
+        is_over = self.server.link.is_over.is_set()
+        if not is_over and not self._exits and self._surroundings == surroundings():
+            return self.server
+        self.stop()
+        return None
+
+    def stop(self) -> None:
+        """Kill the fork server at once, because it has no ranks; may be called twice."""
+        self.server.stop(timeout=0)
+
+
+def surroundings() -> object:
+    """Return the properties that processes inherit from the kernel when they are started."""
+    return dict(os.environ), working_folder(), os.sched_getaffinity(0)
+
+
+def preload() -> Preload | None:
+    """Start to import torch.  Return None without an error if this is impossible or turned off."""
+    if portable() or "0" in os.environ.get("DDPNB_PRELOAD", "").split():
+        return None
+    with contextlib.suppress(OSError, RuntimeError, UserError):  # the start reports the error
+        return Preload()
+    return None
 
 
 class Processes(abc.ABC):
@@ -169,8 +220,17 @@ StartProcesses = Callable[[ClusterSpec, Path, OnExit], Processes]
 class LocalProcesses(Processes):
     """The fork server of this host and its children."""
 
-    def __init__(self, spec: ClusterSpec, folder: Path, on_exit: OnExit) -> None:
-        """Start the fork server; raise UserError if this host cannot run the cluster."""
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        folder: Path,
+        on_exit: OnExit,
+        server: ForkServerProcess | None = None,
+    ) -> None:
+        """Start the fork server; raise UserError if this host cannot run the cluster.
+
+        If there is already a ``server``, use it.
+        """
         if sys.platform == "win32":
             raise UserError("ddpnb does not run on Windows itself. Use WSL 2 on Windows.")
         self._spec = spec
@@ -182,10 +242,14 @@ class LocalProcesses(Processes):
         num_on_cpu = planned.devices.count("cpu") if planned else 0
         is_crowded = num_on_cpu > (cores := num_cores())
         num_threads = planned.num_threads if planned else spec.num_threads or max(1, int(cores))
-        environment = torch_environment(num_threads, "torch._dynamo" if is_crowded else "")
-        self.server = ForkServerProcess(folder, on_exit, environment)
+        environment = torch_environment(num_threads)
+        self.server = server or ForkServerProcess(folder, on_exit, environment)
+        self.server.on_exit = on_exit
         self.prepared = self.server.link.request(
-            KernelRequest.PREPARE, counts_gpus=may_use_gpus, package=own_package()
+            KernelRequest.PREPARE,
+            counts_gpus=may_use_gpus,
+            package=own_package(),
+            imports_compiler=is_crowded,
         )
 
     def place(self, progress: Callable[[str], None]) -> Placement:

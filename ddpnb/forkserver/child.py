@@ -14,6 +14,8 @@ from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any, NoReturn
 
+from threadpoolctl import threadpool_limits
+
 from ddpnb.protocol.processes import die_with_parent, process_log
 
 Frame = dict[str, Any]
@@ -56,12 +58,14 @@ def run(settings: Frame, pipe: Connection, folder: Path) -> None:
     ``settings`` are passed to ``ddpnb.rank.engine.run``, together with the engine's command line.
     """
     die_with_parent()
-    rank = settings["environment"]["RANK"]
+    environment = settings["environment"]
     # A data-loading process must not destroy the process group that it inherits.  Otherwise it
     # would crash, or wait for threads that exist only in the rank.
     os.register_at_fork(after_in_child=gc.freeze)
-    redirect_output(process_log(folder, rank))
-    os.environ.update(settings["environment"])
+    redirect_output(process_log(folder, environment["RANK"]))
+    if environment["OMP_NUM_THREADS"] != os.environ.get("OMP_NUM_THREADS"):
+        threadpool_limits(settings["num_threads"], "blas")  # numpy has read the variable already
+    os.environ.update(environment)
     # The paths of sockets must be short.  TMPDIR may be too long for those of data workers.
     tempfile.tempdir = str(folder)
     get_temp_dir()
@@ -74,7 +78,7 @@ def run(settings: Frame, pipe: Connection, folder: Path) -> None:
     arguments = [
         f"--profile-dir={profile}",
         f"--IPEngine.url_file={profile / 'security/ipcontroller-engine.json'}",
-        f"--IPEngine.id={rank}",
+        f"--IPEngine.id={environment['RANK']}",
         "--log-level=ERROR",
         "--IPEngine.enable_nanny=False",  # the fork server handles signals and deaths
         "--IPEngine.max_heartbeat_misses=0",

@@ -39,6 +39,7 @@ import psutil
 gc.disable()  # imports create little garbage; ``preload`` freezes the objects before forks
 
 from ddpnb.forkserver.child import Frame, leave_debugger_out, run_child  # noqa: E402
+from ddpnb.forkserver.patience import patient_imports  # noqa: E402
 from ddpnb.protocol.errors import UserError  # noqa: E402
 from ddpnb.protocol.processes import (  # noqa: E402
     MARK,
@@ -65,6 +66,8 @@ ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 """Signals that a new child must not receive before it has its own handlers."""
 COUNT_SECONDS = 30.0
 """Maximum seconds to wait until the GPU driver has reported the number of GPUs."""
+COMPILER_SECONDS = 1.5
+"""Seconds without a request after which a preloading fork server also imports torch's compiler."""
 LOG_BYTES = 16_384
 """Maximum number of bytes of a log that the kernel receives when a process has ended."""
 
@@ -95,16 +98,22 @@ class ForkServer:
             KernelRequest.SIGNAL: self.signal,
         }
 
-    def run(self, controller_arguments: list[str]) -> None:
-        """Serve the kernel until it ends.  Without ``controller_arguments``, run no controller."""
+    def run(self, controller_arguments: list[str], *, preloads: bool = False) -> None:
+        """Serve the kernel until it ends.  Without ``controller_arguments``, run no controller.
+
+        If ``preloads``, import the ranks' modules before the kernel asks for ranks.
+        """
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self.on_sigterm)
         os.environ[MARK] = str(self.folder)  # the fork server of another host has no mark yet
         adopt_orphans()
         try:
             self.more_ends.append(hold(self.folder))
-            if controller_arguments:
-                self.start_controller(controller_arguments)
+            with patient_imports(self.kernel) if preloads else contextlib.nullcontext():
+                if controller_arguments:
+                    self.start_controller(controller_arguments)
+                if preloads:
+                    self.preload()
             self.serve()
         finally:
             self.stop()
@@ -142,6 +151,13 @@ class ForkServer:
         """End this process, and tell the kernel why."""
         self.report(event=ForkServerEvent.EXITED, member="fork server", code=-number)
         sys.exit(0)
+
+    def preload(self) -> None:
+        """Import the ranks' modules.  Import torch's compiler only while the kernel is quiet."""
+        with contextlib.suppress(Exception):  # the kernel gets the error when it asks for ranks
+            preload(counts_gpus=False)
+            if not self.kernel.poll(COMPILER_SECONDS):
+                preload(counts_gpus=False, imports_compiler=True)
 
     def start_rank(self, *, rank: int, settings: Frame) -> int:
         """Start a rank and return its process id; raise OSError if the system cannot start it."""
@@ -282,6 +298,7 @@ def sigchld_wakeup() -> int:
     os.set_blocking(writer, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    os.kill(os.getpid(), signal.SIGCHLD)  # a child may have ended before
     return reader
 
 
@@ -295,19 +312,22 @@ def end_of(log: Path) -> str:
         return ""
 
 
-def preload(*, counts_gpus: bool = True, package: str = "") -> int:
+def preload(*, counts_gpus: bool = True, package: str = "", imports_compiler: bool = False) -> int:
     """Import the modules that every rank needs, and return the number of this host's GPUs.
 
     Forked ranks share the memory of these modules.  ``DDPNB_PRELOAD`` names further modules,
     separated by spaces.  Ranks that are not forked import the modules themselves.  Without
     ``counts_gpus``, the number of GPUs is 0.  If ``package``, the notebook's ddpnb, is not the one
-    that this process imports, raise UserError.
+    that this process imports, raise UserError.  The first DDP or optimizer needs torch's compiler.
     """
     if package not in ("", own := own_package()):
         raise UserError(f"The notebook has {package}, but ranks find {own}. Restart the kernel.")
     leave_debugger_out()
     if not portable():
-        for name in ("ddpnb.rank.calls", *os.environ.get("DDPNB_PRELOAD", "").split()):
+        gc.disable()
+        names = ["ddpnb.rank.calls", *os.environ.get("DDPNB_PRELOAD", "").split()]
+        names += ["torch._dynamo"] if imports_compiler else []
+        for name in (each for each in names if each != "0"):  # 0 turns off the early import only
             importlib.import_module(name)
     gc.enable()
     gc.freeze()
@@ -333,10 +353,10 @@ def num_gpus() -> int:
     raise RuntimeError("The GPU driver does not answer. Run nvidia-smi, or use --device cpu.")
 
 
-def main(kernel_fd: str, folder: str, *controller_arguments: str) -> None:
+def main(kernel_fd: str, folder: str, preloads: str, *controller_arguments: str) -> None:
     """Run the fork server for the kernel at the other end of a socket."""
     server = ForkServer(kernel=Connection(int(kernel_fd)), folder=Path(folder))
-    server.run(list(controller_arguments))
+    server.run(list(controller_arguments), preloads=bool(int(preloads)))
 
 
 if __name__ == "__main__":

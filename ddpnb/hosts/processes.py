@@ -19,10 +19,9 @@ from ddpnb.cluster.placement import ClusterSpec, Host, Placement, place_ranks
 from ddpnb.cluster.processes import (
     STOP_TIMEOUT_SECONDS,
     ForkServerProcess,
-    LocalProcesses,
     OnExit,
+    Preload,
     Processes,
-    StartProcesses,
     result_of,
     torch_environment,
     wait_for_file,
@@ -40,11 +39,17 @@ MAX_CLOCK_SECONDS = 5.0
 """Maximum difference between a host's clock and this host's clock, in seconds."""
 
 
-def start_cluster(spec: ClusterSpec, progress: Callable[[str], None] = lambda _: None) -> Cluster:
+def start_cluster(
+    spec: ClusterSpec,
+    progress: Callable[[str], None] = lambda _: None,
+    preload: Preload | None = None,
+) -> Cluster:
     """Start ranks on this host, or on the hosts that the spec names; see ``Cluster.start``."""
-    is_remote = isinstance(spec, HostsSpec) and spec.is_remote
-    start_processes: StartProcesses = HostProcesses if is_remote else LocalProcesses
-    return Cluster.start(spec, progress, start_processes)
+    if not (isinstance(spec, HostsSpec) and spec.is_remote):
+        return Cluster.start(spec, progress, preload=preload)
+    if preload is not None:
+        preload.stop()
+    return Cluster.start(spec, progress, HostProcesses)
 
 
 class HostProcesses(Processes):

@@ -141,13 +141,14 @@ def _exercise(number: str = "") -> str:
 
 
 def load(shell: InteractiveShell) -> None:
-    """Register the magics and their completion, and create the kernel's session."""
-    this_session()
+    """Register the magics and their completion, and start to import torch for the ranks."""
+    session = this_session()
     for each in MAGICS.values():
         shell.magics_manager.register_function(function_of(each), each.kind, each.name)
     Completion(shell).install()
     if removed := remove_leftovers():
         print(f"Removed files of {counted(len(removed), 'crashed cluster')}: {removed[0].name} ...")
+    session.preload()
 
 
 def unload(shell: InteractiveShell) -> None:

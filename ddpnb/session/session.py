@@ -13,6 +13,7 @@ from ddpnb.cluster.call import Call
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.interrupts import noted_interrupts
 from ddpnb.cluster.placement import ClusterSpec
+from ddpnb.cluster.processes import Preload, preload
 from ddpnb.cluster.wording import say, sentence, them
 from ddpnb.hosts.processes import start_cluster
 from ddpnb.protocol.calls import Result
@@ -59,6 +60,8 @@ class Session:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self._cluster: Cluster | None = None
+        self._preload: Preload | None = None
+        """The fork server that imports torch before the user starts ranks."""
         self._background: list[Background] = []
         """Cells and comparisons started in the background; some may have ended."""
         self.last_training: TrainingSpec | None = None
@@ -101,14 +104,23 @@ class Session:
         return cluster
 
     @noted_interrupts()
+    def preload(self) -> None:
+        """Start to import torch in the background, unless a cluster is running."""
+        if self._cluster is None and self._preload is None:
+            self._preload = preload()
+            atexit.register(self.stop)
+
+    @noted_interrupts()
     def start(self, spec: ClusterSpec, *, progress: OnProgress = lambda _: None) -> Table:
         """Start the ranks if no cluster is running; return the table of ranks."""
         cluster = self._cluster
         if cluster is not None and cluster.lost is None:
             print(describe_running(cluster, spec))
         else:
-            self.stop()
-            self._cluster = cluster = start_cluster(spec, progress)
+            if cluster is not None:
+                self.stop()
+            self._cluster = cluster = start_cluster(spec, progress, self._preload)
+            self._preload = None
             atexit.register(self.stop)
         return with_notes(ranks_table(cluster.states), cluster)
 
@@ -125,6 +137,9 @@ class Session:
         cluster, self._cluster = self._cluster, None
         if cluster is not None:
             cluster.stop()
+        if self._preload is not None:
+            self._preload.stop()
+            self._preload = None
         return cluster is not None
 
     @noted_interrupts()

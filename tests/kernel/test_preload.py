@@ -1,0 +1,184 @@
+"""``%load_ext ddpnb`` starts a fork server that imports torch before the user starts ranks."""
+
+import contextlib
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ddpnb.protocol.processes import portable
+from tests.cluster.rig import is_alive, wait_until, wait_until_gone
+from tests.kernel.client import Kernel, both, kernel_in
+
+pytestmark = pytest.mark.skipif(portable(), reason="only forked ranks use an early import of torch")
+
+START = "%ddp_start -n 2 --device cpu"
+SESSION = "__import__('ddpnb').session.session.this_session()"
+PRELOAD = f"{SESSION}._preload.server"
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> Iterator[Kernel]:
+    """A kernel that has just loaded ddpnb."""
+    with kernel_in(tmp_path) as kernel:
+        yield kernel
+
+
+class Early:
+    """The fork server that a kernel has started at ``%load_ext``, and its controller."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.server = psutil.Process(int(kernel.value(f"{PRELOAD}.pid")))
+        self.folder = Path(kernel.value(f"{PRELOAD}.folder"))
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        return [self.server, *self.server.children(recursive=True)]
+
+
+@contextlib.contextmanager
+def gone_afterwards(early: Early) -> Iterator[None]:
+    """Check that the fork server, its children and its run folder are gone at the end."""
+    processes = early.processes
+    assert early.folder.exists()
+    yield
+    wait_until_gone(processes, timeout=10)
+    wait_until(lambda: not early.folder.exists(), "the end of the run folder")
+
+
+def wait_for_import(kernel: Kernel) -> None:
+    """Wait until the fork server answers a request.  It answers after its imports."""
+    request = f"{PRELOAD}.link.request('signal', ranks=[], number=0)"
+    assert kernel.run(f"{request}.result(60)", timeout=90).passed
+
+
+def server_of(kernel: Kernel) -> int:
+    return int(kernel.value(f"{SESSION}._cluster.processes.server.pid"))
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_a_start_uses_the_fork_server_of_the_load(loaded: Kernel, imported: bool):
+    early = Early(loaded)
+    if imported:
+        wait_for_import(loaded)
+    with gone_afterwards(early):
+        assert loaded.run(f"{START} --threads 3").passed
+        assert server_of(loaded) == early.server.pid
+        assert early.server.num_threads() == 1, "forking is unsafe"
+        source = "import os, torch, threadpoolctl\nprint(os.getppid(), os.nice(0), end=' ')\n"
+        source += "print({pool['num_threads'] for pool in threadpoolctl.threadpool_info()})"
+        said = f"{early.server.pid} {os.nice(0)} {{3}}"
+        assert loaded.run(f"%%ddp\n{source}").by_rank == both(said)
+        for sentence in ("The cluster has stopped", "No cluster was running"):
+            assert sentence in loaded.run("%ddp_stop").stdout
+    assert not loaded.processes
+    assert loaded.run(START).passed
+
+
+def test_a_stop_or_unload_without_a_start_leaves_nothing(loaded: Kernel):
+    for line in ("%unload_ext ddpnb", "%reload_ext ddpnb", "%ddp_stop"):
+        with gone_afterwards(Early(loaded)):
+            assert loaded.run(line).passed
+        loaded.run("%unload_ext ddpnb\n%load_ext ddpnb")
+    early = Early(loaded)
+    loaded.run("%load_ext ddpnb")
+    assert Early(loaded).server == early.server
+
+
+def test_the_early_import_can_be_turned_off(tmp_path: Path):
+    with kernel_in(tmp_path, {"DDPNB_PRELOAD": "0 wave"}) as kernel:
+        assert not kernel.processes
+        assert kernel.run(START).passed
+        found = "'wave' in __import__('sys').modules"
+        assert kernel.run(f"%%ddp\n{found}").by_rank == both("True")
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_nothing_outlives_a_kernel_that_is_killed_before_a_start(loaded: Kernel, imported: bool):
+    early = Early(loaded)
+    if imported:
+        wait_for_import(loaded)
+    with gone_afterwards(early):
+        loaded.manager.restart_kernel(now=True)
+    loaded.client.wait_for_ready(timeout=60)
+
+
+CHANGES = {
+    "environment": "%env OMP_SCHEDULE=static",
+    "folder": "%cd sub",
+    "cores": "import os; os.sched_setaffinity(0, [*os.sched_getaffinity(0)][:1])",
+    "controller": f"import psutil; psutil.Process({PRELOAD}.pid).children()[0].kill()",
+    "server": f"import psutil; psutil.Process({PRELOAD}.pid).kill()",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_start_replaces_a_fork_server_that_is_outdated(loaded: Kernel, change: str):
+    (loaded.folder / "sub").mkdir()
+    early = Early(loaded)
+    wait_until(lambda: len(early.processes) >= 2, "the controller")
+    with gone_afterwards(early):
+        loaded.run(CHANGES[change]).passed  # noqa: B018
+        if change == "controller":
+            wait_for_import(loaded)
+        if change in ("controller", "server"):
+            loaded.wait_for_value(f"bool({SESSION}._preload._exits)", "True")
+        assert loaded.run(START).passed
+        assert server_of(loaded) != early.server.pid
+    source = "import os, sys\nos.environ.get('OMP_SCHEDULE'), os.getcwd() in sys.path"
+    said = "'static'" if change == "environment" else "None"
+    assert loaded.run(f"%%ddp\n{source}").by_rank == both(f"({said}, True)")
+
+
+@pytest.mark.parametrize("options", ["--backend nccl", "--hosts a.invalid:1,b.invalid:1"])
+def test_a_start_that_fails_leaves_nothing_and_the_next_works(loaded: Kernel, options: str):
+    with gone_afterwards(Early(loaded)):
+        size = "" if "hosts" in options else "-n 2"
+        assert loaded.run(f"%ddp_start {size} {options}").error == "UserError"
+    assert not loaded.processes
+    assert loaded.run(START).passed
+
+
+def test_a_failed_early_import_is_silent_and_the_start_says_why(tmp_path: Path):
+    (tmp_path / "torch.py").write_text("raise ImportError('no wheel for this machine')")
+    with kernel_in(tmp_path) as kernel:
+        early = Early(kernel)
+        time.sleep(1.0)
+        assert is_alive(early.server)
+        cell = kernel.run(START)
+        assert "no wheel for this machine" in cell.refusal
+        assert not kernel.processes
+    texts = [each.text for each in kernel.cells.values() if each is not cell]
+    assert "wheel" not in "".join(texts)
+
+
+def test_an_interrupted_load_can_be_repeated(tmp_path: Path):
+    kernel = Kernel(tmp_path)
+    draw = random.Random(5)
+    try:
+        for _ in range(8):
+            cell = kernel.begin("%load_ext ddpnb")
+            time.sleep(draw.uniform(0, 0.4))
+            kernel.interrupt()
+            kernel.wait(cell)
+            assert kernel.run("%load_ext ddpnb").passed
+            with gone_afterwards(Early(kernel)):
+                assert kernel.run("%unload_ext ddpnb").passed
+        assert not kernel.processes
+    finally:
+        kernel.stop()
+
+
+def test_two_kernels_have_separate_fork_servers(loaded: Kernel, tmp_path: Path):
+    (tmp_path / "other").mkdir()
+    with kernel_in(tmp_path / "other") as other:
+        servers = [Early(each).server.pid for each in (loaded, other)]
+        cells = [each.begin(START) for each in (loaded, other)]
+        for kernel, cell in zip((loaded, other), cells, strict=True):
+            assert kernel.wait(cell).passed
+        assert [server_of(each) for each in (loaded, other)] == servers
+    assert loaded.run("%%ddp\nrank").by_rank == {0: ["0"], 1: ["1"]}
