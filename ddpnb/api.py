@@ -469,7 +469,8 @@ def inspect(
             raise UserError(f"--run {run} draws a stored run. Remove the other options.")
         return async_inspection(session.load([run]).comparison)
     training = training_to_inspect(model, given, session.last_training)
-    return inspect_step(session.idle_cluster(), InspectSpec(model=model, **own), training)
+    spec = InspectSpec(model=model, **own)
+    return inspect_step(session.idle_cluster(), spec, training)
 
 
 @magic("ddp_predict", options_of(Question))

@@ -5,6 +5,7 @@ The declaration defines the option's check, the magic's argument ``--clip`` and 
 completion, the panel's control and the signature in Python.
 """
 
+import contextlib
 import dataclasses
 import functools
 import keyword
@@ -88,53 +89,55 @@ class Option:
         return [self.flag, f"{value:.12g}" if isinstance(value, float) else str(value)]
 
     def read(self, name: str, given: Any) -> Any:
-        """Parse and check a value that the user gave as a string or as a Python object.
+        """Parse and check a value; if it is not valid, a UserError names the option ``name``."""
+        return self.validate(name, self.parse(name, given))
 
-        If the value is not valid, a UserError names the option ``name`` and the valid values.
-        """
+    def parse(self, name: str, given: Any) -> Any:
+        """Convert a user's strings to values.  Values that are not valid stay as they are."""
         if self.most_values == 1 or given is None:
-            return self._read_one(name, given)
+            return self._parse_one(name, given)
         texts = [given] if isinstance(given, str) or not isinstance(given, Iterable) else given
         words: list[Any] = []
         for each in texts:
             words += each.split(",") if isinstance(each, str) else [each]
-        values = tuple(self._read_one(name, word) for word in words)
-        if twice := [value for value in values if values.count(value) > 1]:
+        return tuple(self._parse_one(name, word) for word in words)
+
+    def _parse_one(self, name: str, given: Any) -> Any:
+        if self.from_text is not None and isinstance(given, str | Real):
+            return self.from_text(name, str(given))
+        if not isinstance(given, str):
+            return given
+        if self.value_kind is bool and given in self.values:
+            return given == "on"
+        if self.value_kind in (int, float):
+            with contextlib.suppress(ValueError):
+                return self.value_kind(given)
+        return given
+
+    def validate(self, name: str, value: Any) -> Any:
+        """Return a valid value, converted by ``as_kind``.  If it is not valid, raise UserError."""
+        if self.most_values == 1 or not isinstance(value, tuple | list):
+            return self._validate_one(name, value)
+        values = tuple(self._validate_one(name, each) for each in value)
+        if twice := [each for each in values if values.count(each) > 1]:
             raise UserError(f"{name} has the value {twice[0]} twice. Write each value once.")
         if len(values) > self.most_values or (self.default and not values):
             raise UserError(f"{name} takes 1 to {self.most_values} values, not {len(values)}.")
         return values
 
-    def _read_one(self, name: str, given: Any) -> Any:
-        if self.from_text is not None and isinstance(given, str | Real):
-            return self.validate(name, self.from_text(name, str(given)), given)
-        kind, value = self.value_kind, given
-        if kind is bool and isinstance(given, str):
-            if given not in self.values:
-                raise UserError(f"{name} must be on or off, not {given!r}.")
-            value = given == "on"
-        elif kind in (int, float) and isinstance(given, str):
-            try:
-                value = kind(given)
-            except ValueError:
-                value = given  # rejected below
-        return self.validate(name, value, given)
-
-    def validate(self, name: str, value: Any, given: Any = None) -> Any:
-        """Check a value; return it, converted by ``as_kind``.  Raise UserError if it is not valid.
-
-        The error quotes ``given``, the value as the user wrote it, if ``given`` is not None.
-        """
+    def _validate_one(self, name: str, value: Any) -> Any:
         if value is None and self.default is None:
             return None
+        if self.value_kind is bool and isinstance(value, str):
+            raise UserError(f"{name} must be on or off, not {value!r}.")
         found = as_kind(name, value, self.value_kind)
         if self.choices and found not in (self.default, *self.choices):
             raise one_of(name, found, self.choices)
         if self.value_kind in (int, float):
-            self._check_bounds(name, found, found if given is None else given)
+            self._check_bounds(name, found)
         return found
 
-    def _check_bounds(self, name: str, value: float, given: object) -> None:
+    def _check_bounds(self, name: str, value: float) -> None:
         bounds = (
             ("at least", self.least, operator.ge),
             ("greater than", self.above, operator.gt),
@@ -145,7 +148,8 @@ class Option:
         is_number = not isinstance(value, float) or math.isfinite(value)
         if not (is_number and all(holds(value, bound) for _, bound, holds in set_here)):
             allowed = " and ".join(f"{words} {bound:,}" for words, bound, _ in set_here)
-            raise UserError(f"{name} must be {allowed or 'a finite number'}, not {given}.")
+            shown = f"{value:,.12g}" if isinstance(value, float) else f"{value:,}"
+            raise UserError(f"{name} must be {allowed or 'a finite number'}, not {shown}.")
 
 
 # -- the options of a spec -----------------------------------------------------------------
@@ -171,12 +175,12 @@ def options_of(spec: type, *names: str) -> Mapping[str, Option]:
 
 
 def read_options(kind: type, choices: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a spec that the user set; raise UserError if a value is not valid.
+    """Return the fields of a spec that the user set, for its constructor, which checks them.
 
     ``choices`` maps the options' names in Python to strings or values.  Other names are ignored.
     """
     return {
-        name: each.read(each.name, choices[each.keyword])
+        name: each.parse(each.name, choices[each.keyword])
         for name, each in options_of(kind).items()
         if each.keyword in choices
     }
@@ -186,10 +190,7 @@ def check_options(spec: Any) -> None:
     """Check the options of a frozen spec, and convert each value to the option's type."""
     kind: type = type(spec)
     for name, each in options_of(kind).items():
-        value = getattr(spec, name)
-        is_several = each.most_values > 1 and isinstance(value, tuple | list)  # from the store
-        checked = each.read(each.name, value) if is_several else each.validate(each.name, value)
-        object.__setattr__(spec, name, checked)
+        object.__setattr__(spec, name, each.validate(each.name, getattr(spec, name)))
 
 
 # -- types ---------------------------------------------------------------------------------

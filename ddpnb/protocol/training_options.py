@@ -19,7 +19,7 @@ from ddpnb.protocol.notation import (
     parse_slow,
     parse_task,
 )
-from ddpnb.protocol.options import check_options, option, read_options
+from ddpnb.protocol.options import check_options, option, options_of, read_options
 
 _training, _steps, _devices, _data, _faults = (
     partial(option, group=group)
@@ -152,13 +152,13 @@ class TrainingSpec:
     )
 
     def __post_init__(self) -> None:
+        check_options(self)
         parse_task(self.task)
         if self.task == CELL_TASK and not self.source.strip():
             raise UserError(
                 "There is nothing to train. Define model() and data(split) in the cell, "
                 f"or name a task with --task ({', '.join(TASKS)})."
             )
-        check_options(self)
         parse_slow(self.slow)
         parse_kills(self.kill)
         if self.emulated is not None and self.min_seconds:  # the devices are parsed
@@ -220,5 +220,6 @@ def make_training_spec(choices: Mapping[str, Any], **others: Any) -> TrainingSpe
         )
     fields = read_options(TrainingSpec, choices)
     if rates := fields.pop("learning_rate", ()):
+        rates = options_of(TrainingSpec)["learning_rate"].validate("--lr", rates)
         fields |= {"learning_rate": rates[0], "rates": rates if len(rates) > 1 else ()}
     return TrainingSpec(**fields, **others)

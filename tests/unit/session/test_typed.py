@@ -24,7 +24,7 @@ from ddpnb.results.decoding import encoded
 from ddpnb.session.comparison_spec import ComparisonSpec
 
 WRONG = [
-    (["repeats", "1.5"], lambda: api.compare("ddp", repeats=1.5)),
+    (["repeats", "1.5"], lambda: api.compare("ddp", task="digits", repeats=1.5)),
     (["strategies", "'Callable'"], lambda: api.compare(Callable, task="digits")),
     (["--slow", "1"], lambda: api.compare("ddp", slow=[1])),
     (["slow", "3"], lambda: api.compare("ddp", slow=3)),
@@ -36,6 +36,9 @@ WRONG = [
     (["arguments", "a list"], lambda: api.run_script("train.py", "--epochs 3")),
     (["--ranks", "two"], lambda: api.predict([1, "two"])),
     (["epochs", "too large"], lambda: api.compare("ddp", epochs=10**400)),
+    (["--lr", "0.1 twice"], lambda: api.compare("ddp", task="digits", lr="0.1,0.2,0.10")),
+    (["--lr", "0, not -0.5."], lambda: api.compare("ddp", task="digits", lr=[0.1, -0.5])),
+    (["--jitter", "at most 100, not 200."], lambda: api.compare("ddp", jitter="20000%")),
     (["'learning_rate'", " lr?"], lambda: api.compare("ddp", learning_rate=0.1)),
     (["stop", "positional"], lambda: api.stop(1)),
     (["pull", "'expression'"], lambda: api.pull()),
