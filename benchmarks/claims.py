@@ -27,7 +27,6 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.reports.sentence import sentence
 from ddpnb.results.comparison import Comparison
 from ddpnb.results.store import Store
 from ddpnb.session.comparison import prepare
@@ -77,11 +76,11 @@ def measure(num: int = 100, seconds: float = 1.0, part: str = "", slow: str = SL
 def _figures(
     cluster: Cluster, store: Store, num: int, seconds: float, part: str, slow: str
 ) -> Iterator[Figure]:
-    trial = compared(cluster, store, TRIAL_EPOCHS, num_repeats=1).to_frame()
+    trial = compared(cluster, store, TRIAL_EPOCHS, num_repeats=1).runs()
     last = trial.iloc[-1]  # the first run warmed the machine up
     epochs = TRIAL_EPOCHS * seconds / last.seconds
     found = [compared(cluster, store, epochs, slow=slow) for _ in range(num)]
-    frames = [each.to_frame().set_index(["strategy", "repeat"]) for each in found]
+    frames = [each.runs().set_index(["strategy", "repeat"]) for each in found]
     speeds = [frame["samples_per_second"] for frame in frames]
     ratios = [
         speed[PAIR[1], repeat] / speed[PAIR[0], repeat]
@@ -131,9 +130,8 @@ def compared(
 
 def said(comparison: Comparison, num_repeats: int) -> str:
     """Return the sentence about only the first ``num_repeats`` repeats."""
-    return sentence(
-        comparison.with_runs([run for run in comparison.runs if run.repeat < num_repeats])
-    )
+    runs = [run for run in comparison.runs if run.repeat < num_repeats]
+    return ComparisonResult(comparison.with_runs(runs)).sentence()
 
 
 @contextlib.contextmanager

@@ -15,9 +15,10 @@ from ddpnb.protocol.messages import NO_STALENESS, EventBatch, RunHeader, RunSpec
 from ddpnb.reports.figures.figure import draw
 from ddpnb.reports.kit import Picture
 from ddpnb.reports.live import MAX_PAUSE_SECONDS, MAX_SHARE, REDRAW_SECONDS
-from ddpnb.results.model import Status
+from ddpnb.results.frames import strategy_rows
 from ddpnb.results.recorder import Recorder
 from ddpnb.results.rows import EVENT
+from ddpnb.results.run import Status
 from ddpnb.results.store import Store
 
 STRATEGIES = ("single", "dp", "ddp", "async")
@@ -82,7 +83,8 @@ class Fed:
 
     def draw(self) -> None:
         began = time.process_time()
-        Picture(draw(self.recorder.comparison, is_live=True), "").png()
+        comparison = self.recorder.comparison
+        Picture(draw(comparison, strategy_rows(comparison), is_live=True), "").png()
         self.draw_seconds.append(time.process_time() - began)
 
     def header(self, spec: RunSpec) -> RunHeader:

@@ -110,7 +110,7 @@ def _compared(work: Work, num_repeats: int, *strategies: str, **choices: Any) ->
             repeats=num_repeats,
             **choices,
         )
-    return result.to_frame()
+    return result.runs()
 
 
 def _sharing(work: Work, num_repeats: int) -> list[Figure]:

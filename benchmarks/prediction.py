@@ -54,7 +54,7 @@ try:
         "ddp", {task}, batch_size=256, baseline={baseline}, name={name!r},
         min_seconds={seconds}, eval_every=1000,
     )
-    frame = result.to_frame().set_index("strategy")
+    frame = result.runs().set_index("strategy")
     print(json.dumps(256 / frame.loc["ddp", "samples_per_second"]))
 except Exception as error:
     raise SystemExit(f"{{error}}")

@@ -299,7 +299,7 @@ def _first_picture(opened: NotebookOf) -> float:
 
 def _wall_over_training(opened: NotebookOf) -> float:
     wall = opened.run("result = %ddp_compare dp ddp async --task digits --epochs 20", 120)
-    opened.run("print('\\nrate', result.to_frame().seconds.sum())")
+    opened.run("print('\\nrate', result.runs().seconds.sum())")
     return wall / rate_in(opened.printed)
 
 

@@ -65,7 +65,7 @@ COMPARE = textwrap.dedent(
     result = ddpnb.compare(
         {{strategies}}, source={TASK!r}, epochs={NUM_EPOCHS}, batch_size=256, name="bench"
     )
-    print("\\nrate", result.to_frame().set_index("strategy").loc["ddp", "samples_per_second"])
+    print("\\nrate", result.runs().set_index("strategy").loc["ddp", "samples_per_second"])
     """
 ).lstrip()
 

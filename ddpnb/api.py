@@ -256,7 +256,7 @@ def compare(
         **choices: as listed.
 
     Returns:
-        The result, with ``.table()``, ``.plot()``, ``.to_frame()``, ``.save(path)`` and the
+        The result, with ``.table()``, ``.plot()``, ``.runs()``, ``.save(path)`` and the
         trained ``.model("ddp")``.  If ``wait`` is false, the return value is the running
         comparison, with ``.wait()``, ``.interrupt()`` and ``.result``.
 

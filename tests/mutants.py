@@ -151,14 +151,14 @@ tests/unit/session/test_comparison_spec.py -k wrong_line
 an update's loss is the mean over ranks instead of samples
 results/curve.py
 - np.bincount(step, weighted, num_steps)[made] / samples
-+ np.bincount(step, rows["loss"], num_steps)[made] / np.bincount(step)[made]
++ np.bincount(step, values, num_steps)[made] / np.bincount(step)[made]
 tests/unit/results/test_curves.py
 
 an interval is not widened for the other claims of its sentence
-results/claims.py
+results/ratios.py
 - (1 - LEVEL) / 2 / num_claims
 + (1 - LEVEL) / 2
-tests/unit/results/test_claims.py
+tests/unit/results/test_ratios.py
 
 an extra line of one rank splits the merged lines of the other ranks
 output/merging.py
@@ -168,8 +168,8 @@ tests/unit/output/test_output.py
 
 an emulated speed is shown without brackets
 reports/findings.py
-- f"({text})" if summary.is_emulated
-+ text if summary.is_emulated
+- f"({text})" if row["is_emulated"]
++ text if row["is_emulated"]
 tests/unit/reports/test_tables.py
 
 a bucket is sent while the link still has another

@@ -11,7 +11,7 @@ CLOSE = 0.02
 
 def efficiency(efficiency: float, race: Any) -> None:
     """Check the efficiency of ``ddp``: its speed divided by N times the speed of ``single``."""
-    frame = race.to_frame().set_index("strategy")
+    frame = race.runs().set_index("strategy")
     speed = frame["samples_per_second"]
     expect(
         not math.isclose(efficiency, speed["ddp"] / speed["single"], rel_tol=CLOSE),
@@ -26,7 +26,7 @@ def efficiency(efficiency: float, race: Any) -> None:
 
 def bigger_batch(race: Any, bigger: Any) -> None:
     """Check that ``bigger`` has a larger batch than ``race`` and a more efficient ``ddp``."""
-    ours, theirs = (each.to_frame().set_index("strategy") for each in (bigger, race))
+    ours, theirs = (each.runs().set_index("strategy") for each in (bigger, race))
     expect("ddp" in ours.index, f"Compare ddp, too. Your strategies: {', '.join(ours.index)}.")
     batch, old_batch = ours["batch_size"]["ddp"], theirs["batch_size"]["ddp"]
     expect(batch > old_batch, f"Use a global batch larger than {old_batch}. Yours is {batch}.")

@@ -9,8 +9,8 @@ from ddpnb.protocol.options import options_of
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.style import style_of
 from ddpnb.results.comparison import Comparison, body_of
-from ddpnb.results.model import RunSnapshot, Status
-from ddpnb.results.summary import SHORT_SECONDS, StrategyKey, StrategySummary, group_runs
+from ddpnb.results.frames import SHORT_SECONDS, Row
+from ddpnb.results.run import RunSnapshot, Status
 from ddpnb.results.tuning import has_diverged, tried
 
 NOTHING = "–"
@@ -30,6 +30,11 @@ def number(value: float, digits: int = 3) -> str:
     rounded = abs(float(f"{value:.{digits}g}"))
     decimals = digits - 1 - math.floor(math.log10(rounded))
     return f"{value:.{decimals}f}" if decimals < digits + 4 else f"{value:.{digits - 1}e}"
+
+
+def plain(value: float) -> str:
+    """Return a setting such as a learning rate as users write it, e.g. ``0.05``."""
+    return NOTHING if math.isnan(value) else f"{value:g}"
 
 
 def short(value: float) -> str:
@@ -89,18 +94,17 @@ def counted(num: float, noun: str) -> str:
     return f"{num:.12g} {noun}" if num == 1 else f"{num:.12g} {noun}s"
 
 
-def styles(
-    comparison: Comparison, summaries: Sequence[StrategySummary]
-) -> dict[StrategyKey, Style]:
+def styles(comparison: Comparison, strategies: Sequence[Row]) -> list[Style]:
     """Return the style of each strategy.  The second comparison has darker colours than the first.
 
     The markers of emulated strategies are hollow.  The markers of variants are hollow too.
     """
-    several = list(dict.fromkeys(each.comparison for each in summaries))
-    made = {}
-    for each in summaries:
-        style = style_of(each.name, comparison.strategies, several.index(each.comparison))
-        made[each.key] = style._replace(is_hollow=style.is_hollow or each.is_emulated)
+    several = list(dict.fromkeys(each["comparison"] for each in strategies))
+    made = []
+    for each in strategies:
+        shade = several.index(each["comparison"])
+        style = style_of(each["strategy"], comparison.strategies, shade)
+        made.append(style._replace(is_hollow=style.is_hollow or each["is_emulated"]))
     return made
 
 
@@ -136,38 +140,34 @@ def emulated_devices(comparison: Comparison) -> str:
     return " and ".join(found)
 
 
-def notes(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> tuple[str, ...]:
+def notes(comparison: Comparison, strategies: Sequence[Row]) -> tuple[str, ...]:
     """Return the notes below a table, on different settings, failures, emulation, short runs."""
-    strategies: dict[str, list[str]] = {}
-    for summary in summaries:
-        for note in summary.notes:
-            strategies.setdefault(note, []).append(summary.label)
-    is_alone = len(summaries) == 1
+    labels: dict[str, list[str]] = {}
+    for row in strategies:
+        for note in row["notes"]:
+            labels.setdefault(note, []).append(row["label"])
     specs = [run.spec for run in comparison.runs if run.spec]
     differing = [*differences(specs), *(key for key in MACHINE if key in comparison.differing)]
     found = [f"these runs differ in {listed(differing)}"] if differing else []
     found += [
-        note if len(names) == len(summaries) and not is_alone else f"{', '.join(names)}: {note}"
-        for note, names in strategies.items()
+        note if len(names) == len(strategies) > 1 else f"{', '.join(names)}: {note}"
+        for note, names in labels.items()
     ]
     if groups := tried(comparison.all_runs):
         each = [f"{name} {', '.join(map(_at_rate, runs))}" for (_, name), runs in groups.items()]
         found.append(f"held-out loss by lr: {'; '.join(each)}")
-    if short_ones := [s.label for s in summaries if s.is_short]:
-        which = "the runs" if len(short_ones) == len(summaries) else listed(short_ones)
+        found.append(
+            "held-out scores leave out repeat 1, because its held-out loss chose the lr"
+            if any(row["num_scored"] < row["num_runs"] for row in strategies)
+            else "the held-out samples chose the lr, so held-out scores look too good"
+        )
+    if short_ones := [row["label"] for row in strategies if row["is_short"]]:
+        which = "the runs" if len(short_ones) == len(strategies) else listed(short_ones)
         found.append(
             f"{which} took less than {SHORT_SECONDS:g} s, which is too short to time well. "
             f"Add --min-seconds {SHORT_SECONDS:g} for longer runs"
         )
     return tuple(found)
-
-
-def learning_rates(comparison: Comparison) -> dict[StrategyKey, str]:
-    """Return the learning rate of each strategy, or ``{}`` if the user gave only one rate."""
-    specs = {key: runs[0].spec for key, runs in group_runs(comparison.runs).items()}
-    rates = {key: s.learning_rate for key, s in specs.items() if s and not s.is_ceiling}
-    is_one = len(set(rates.values())) == 1 and not any(s.rates for s in specs.values() if s)
-    return {} if is_one else {key: f"{rate:g}" for key, rate in rates.items()}
 
 
 def differences(specs: Sequence[RunSpec]) -> list[str]:

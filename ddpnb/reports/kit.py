@@ -351,13 +351,10 @@ class Shown:
         return self.text()
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
-        """Return the MIME bundle: all parts as HTML, the text, and the first picture as PNG."""
-        pictures = self.pictures()
+        """Return the MIME bundle: the text, and all parts with the pictures as HTML."""
         bundle: dict[str, Any] = {"text/plain": self.text()}
-        if html := self.html("".join(each.html() for each in pictures)):
+        if html := self.html("".join(each.html() for each in self.pictures())):
             bundle["text/html"] = html
-        if pictures:
-            bundle["image/png"] = pictures[0].png()
         return bundle
 
 

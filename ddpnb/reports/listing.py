@@ -13,9 +13,9 @@ from ddpnb.reports.kit import Shown
 from ddpnb.reports.style import style_of
 from ddpnb.reports.table import Cell, Column, Table, table_row
 from ddpnb.results.comparison import Comparison, magic_of
-from ddpnb.results.model import ending
+from ddpnb.results.frames import strategy_rows
 from ddpnb.results.query import StoredRun
-from ddpnb.results.summary import summarise
+from ddpnb.results.run import ending
 
 
 def ranks_table(states: Sequence[RankState], doing: Mapping[int, str] | None = None) -> Table:
@@ -141,7 +141,7 @@ class Details(Shown):
             caption=comparison.name,
             columns=(Column(title="name"), Column(title="value", is_prose=True)),
             rows=tuple(table_row(name, value) for name, value in settings.items()),
-            notes=notes(comparison, summarise(comparison)),
+            notes=notes(comparison, strategy_rows(comparison)),
         )
 
 

@@ -19,6 +19,7 @@ from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import QUIET, Table
 from ddpnb.results.comparison import Comparison
+from ddpnb.results.frames import strategy_rows
 
 Bundle = Mapping[str, Any]
 
@@ -147,7 +148,8 @@ class LiveFigureAndTable(Live):
         from ddpnb.reports.figures.figure import draw  # noqa: PLC0415  matplotlib: 0.3 s
 
         self._line.show_table(progress_of(comparison, COMES_BACK))
-        figure = draw(comparison, self._options, is_live=True)
+        rows = strategy_rows(comparison, self._options.target)
+        figure = draw(comparison, rows, self._options, is_live=True)
         self._show_figure(Picture(figure, title(comparison)))
 
     def show(self, result: ComparisonResult) -> None:

@@ -10,8 +10,7 @@ from ddpnb.reports.style import style_of
 from ddpnb.reports.table import QUIET, dot
 from ddpnb.results.comparison import Comparison
 from ddpnb.results.curve import end_of
-from ddpnb.results.model import RunSnapshot
-from ddpnb.results.summary import samples_per_second
+from ddpnb.results.run import RunSnapshot
 
 
 @final
@@ -97,7 +96,7 @@ def _numbers(run: RunSnapshot) -> list[str]:
     """Return a text with the speed and a text with the loss.  Leave out unknown values."""
     if run.num_events == 0 or (run.evaluating is not None and run.is_running):
         return []
-    speed = samples_per_second(run)
+    speed = run.samples_per_second
     parts = [f"{number(speed)} samples/s"] if math.isfinite(speed) else []
     return [*parts, f"loss {number(end_of(run.curve))}"]
 

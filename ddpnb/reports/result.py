@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, final
@@ -10,16 +11,18 @@ from IPython.core.getipython import get_ipython
 
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.options import read_options
-from ddpnb.reports.export.data import evaluations_frame, runs_frame, steps_frame
 from ddpnb.reports.export.script import write_script
 from ddpnb.reports.findings import results_table
-from ddpnb.reports.formatting import title
+from ddpnb.reports.formatting import emulated_devices, title
 from ddpnb.reports.kit import PAGE_DPI, Picture, Shown, page
 from ddpnb.reports.listing import Details
 from ddpnb.reports.sentence import sentence
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import QUIET, Table
+from ddpnb.results import frames
 from ddpnb.results.comparison import Comparison
+from ddpnb.results.frames import Row
+from ddpnb.results.ratios import ratio_rows, ratios_frame
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -73,9 +76,14 @@ class ComparisonResult(Shown):
         self.shown_in_cell: int | None = None
         """Number of the cell that already shows the result.  This cell does not show it again."""
 
+    @cached_property
+    def rows(self) -> list[Row]:
+        """The rows of ``strategies()``, computed once for figure, table and sentence."""
+        return frames.strategy_rows(self.comparison, self.options.target)
+
     def table(self) -> Table:
         """Return the table: one row per strategy with its speed, communication and scores."""
-        return results_table(self.comparison, self.options.target)
+        return results_table(self.comparison, self.rows, self.options.target)
 
     def plot(self, **options: Any) -> Picture:
         """Return the figure.
@@ -86,7 +94,8 @@ class ComparisonResult(Shown):
         from ddpnb.reports.figures.figure import draw  # noqa: PLC0415 - matplotlib takes 0.3 s
 
         chosen = replace(self.options, **read_options(PlotOptions, options))
-        return Picture(draw(self.comparison, chosen), self.sentence())
+        rows = frames.strategy_rows(self.comparison, chosen.target)
+        return Picture(draw(self.comparison, rows, chosen), self.sentence())
 
     def pictures(self) -> list[Picture]:
         """Return a list that contains the figure."""
@@ -94,7 +103,9 @@ class ComparisonResult(Shown):
 
     def sentence(self) -> str:
         """Return a sentence that summarises the comparison, computed from its runs."""
-        return sentence(self.comparison, self.options.target)
+        target = self.options.target
+        ratios = ratio_rows(self.comparison, target)
+        return sentence(self.rows, ratios, target, emulated_devices(self.comparison))
 
     def sentence_html(self) -> str:
         """Return the sentences above a figure, as HTML."""
@@ -105,9 +116,28 @@ class ComparisonResult(Shown):
         table = self.table()
         return replace(five_columns(table), caption="").html() + how_to_read(table)
 
-    def to_frame(self) -> "pd.DataFrame":
-        """Return one row per run, as a tidy DataFrame."""
-        return runs_frame(self.comparison)
+    def runs(self) -> "pd.DataFrame":
+        """Return one row per run: settings, totals, speed, parts of a step, memory and scores."""
+        return frames.runs_frame(self.comparison, self.options.target)
+
+    def strategies(self) -> "pd.DataFrame":
+        """Return one row per strategy, computed from ``runs()``.
+
+        Speeds are geometric means over the repeats, scores are medians, and parts of a step are
+        means over all steps.  A range over the repeats is in columns that end with ``_low`` and
+        ``_high``.
+        """
+        return frames.strategies_frame(self.comparison, self.options.target)
+
+    def ratios(self) -> "pd.DataFrame":
+        """Return one row per quantity and strategy: the ratio to the reference strategy.
+
+        ``low`` and ``high`` are a 95 % interval for three repeats or more (docs/significance.md).
+        ``repeats_needed`` is the number of repeats that show the ratio with 80 % probability, or 0.
+        """
+        return ratios_frame(self.comparison, self.options.target)
+
+    to_frame = runs
 
     def model(self, strategy: str) -> Any:
         """Return the ``torch.nn.Module`` that a strategy trained in its last repeat.
@@ -131,11 +161,11 @@ class ComparisonResult(Shown):
 
     def evaluations(self) -> "pd.DataFrame":
         """Return one row per evaluation on held-out samples, as a tidy DataFrame."""
-        return evaluations_frame(self.comparison)
+        return frames.evaluations_frame(self.comparison)
 
     def steps(self) -> "pd.DataFrame":
         """Return one row per step of each worker, as a tidy DataFrame."""
-        return steps_frame(self.comparison)
+        return frames.steps_frame(self.comparison)
 
     def text(self) -> str:
         """Return the sentence, the table with five columns, and the notes."""
@@ -154,7 +184,7 @@ class ComparisonResult(Shown):
             case ".csv":
                 return str(self.steps().to_csv(index=False)).encode()
             case ".runs.csv":
-                return str(self.to_frame().to_csv(index=False)).encode()
+                return str(self.runs().to_csv(index=False)).encode()
             case ".html":
                 head = title(self.comparison)
                 table = f'<div class="wide">{self.table().html()}</div>'

@@ -16,7 +16,7 @@ from ddpnb.protocol.cores import describe_cores
 from ddpnb.protocol.messages import RankState, RunSpec
 from ddpnb.protocol.options import Option, options_of
 from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.results.model import RunSnapshot
+from ddpnb.results.run import RunSnapshot
 from ddpnb.results.tuning import split
 
 LIBRARIES = ("ddpnb", "torch", "ipyparallel", "numpy")

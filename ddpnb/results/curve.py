@@ -48,15 +48,16 @@ class Curve:
         return len(self.mean)
 
 
-def curve_of(rows: Records, header: RunHeader | None, name: str = "loss") -> Curve:
+def curve_of(rows: Records, header: RunHeader | None, values: Floats | None = None) -> Curve:
     """Return the curve of a run's steps.
 
     Args:
         rows: one row for each step of each worker, in any order.
         header: the header of the run; None for a hand-written loop.
-        name: the field of the rows to draw.
+        values: the value of each row; by default the loss.
     """
-    values, samples = rows[name].astype(np.float64), rows["num_samples"].astype(np.float64)
+    values = rows["loss"] if values is None else values
+    samples = rows["num_samples"].astype(np.float64)
     seconds = rows["seconds"]
     if header is not None and header.synchronous:
         step = rows["step"]
@@ -109,25 +110,19 @@ def complete_steps(rows: Records, num_ranks: int) -> Records:
     return rows[rows["step"] < missing[0]] if len(missing) else rows
 
 
-def with_waiting(rows: Records) -> Records:
-    """Return synchronous steps, and separate waiting time from communication time.
+def waiting_seconds(rows: Records) -> Floats:
+    """Return the seconds for which each synchronous step's rank waited for other ranks.
 
     An exchange ends on all ranks at the same time.  So the rank that begins the exchange last has
     the shortest communication.  The other ranks have waited for the difference:
 
         waiting_i = communication_i - min over ranks j of communication_j, in the same step
-
-    If the strategy itself reports its waiting times, return the rows unchanged.
     """
-    if len(rows) == 0 or rows["waiting"].any() or not rows["communication"].any():
-        return rows
-    step = rows["step"]
-    least = np.full(int(step.max()) + 1, np.inf)
-    np.minimum.at(least, step, rows["communication"])
-    changed = rows.copy()
-    changed["communication"] = least[step]
-    changed["waiting"] = rows["communication"] - changed["communication"]
-    return changed
+    step, communication = rows["step"], rows["communication"].astype(np.float64)
+    least = np.full(int(step.max(initial=-1)) + 1, np.inf)
+    np.minimum.at(least, step, communication)
+    waited: Floats = communication - least[step]
+    return waited
 
 
 def smoothed(curve: Curve) -> Floats:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Mark
 from ddpnb.protocol.notation import parse_strategy
-from ddpnb.results.model import RunSnapshot, Status, ending
+from ddpnb.results.run import RunSnapshot, Status, ending
 
 WORTH_WORDS = 0.5
 """ddpnb adds a note if ``stable_fraction`` is at most this number."""

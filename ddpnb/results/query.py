@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError, closest
 from ddpnb.protocol.messages import RunHeader, RunSpec
-from ddpnb.results.model import Status
+from ddpnb.results.run import Status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,11 +3,12 @@
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import final
 
 from ddpnb.protocol.messages import EventBatch, RankState, RunReport, RunSpec
 from ddpnb.results.comparison import Comparison, describe_ranks, environment
-from ddpnb.results.model import Run, Status
+from ddpnb.results.run import Run, Status
 from ddpnb.results.store import Store
 
 
@@ -67,6 +68,7 @@ class Recorder:
             name=name,
             comparison=self._comparison.name,
             spec=spec,
+            read_steps=partial(self._store.steps, run_id),
         )
         self._store.begin_run(self._comparison.comparison_id, run.snapshot())
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpnb.protocol.messages import EventBatch, Parts
+from ddpnb.protocol.messages import EventBatch, Parts, RunReport
 
 Floats = NDArray[np.float64]
 
@@ -67,3 +67,13 @@ def stacked(parts: Sequence[Records]) -> Records:
     if names := dict.fromkeys(name for part in parts for name in metrics_of(part)):
         parts = [with_metrics(part, names) for part in parts]
     return np.concatenate(parts) if parts else np.empty(0, dtype=EVENT)
+
+
+def with_ends(rows: Records, reports: Sequence[RunReport]) -> Records:
+    """Return a copy in which each rank's last step ends at the time that the rank reported."""
+    rows = rows.copy()
+    for report in reports:
+        own = np.flatnonzero(rows["rank"] == report.rank)
+        if len(own) and report.seconds > rows["seconds"][own].max():  # False for a NaN report
+            rows["seconds"][own[np.argmax(rows["seconds"][own])]] = report.seconds
+    return rows

@@ -27,14 +27,14 @@ import numpy as np
 import psutil
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import NO_STALENESS, EventBatch, RunReport
+from ddpnb.protocol.messages import NO_STALENESS, EventBatch, RunHeader, RunReport
 from ddpnb.protocol.processes import hold, private_folder, working_folder
 from ddpnb.results import query
 from ddpnb.results.comparison import Comparison, overlay
 from ddpnb.results.decoding import DAMAGES, MAX_NAME, DamageError, decoded, encoded, from_fields
-from ddpnb.results.model import Run, RunSnapshot, Status
 from ddpnb.results.query import StoredRun
-from ddpnb.results.rows import EVENT
+from ddpnb.results.rows import EVENT, Records, rows_of, stacked
+from ddpnb.results.run import Run, RunSnapshot, Status
 from ddpnb.results.writer import Change, StoreError, Writer
 
 FILE_NAME = "runs.sqlite3"
@@ -180,7 +180,7 @@ class Store:
             connection.execute(wanted, (header, batch.run_id))
             connection.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?, ?)", row)
 
-        self._writer.put(Change(run_id=batch.run_id, num_steps=batch.num_steps, write=insert))
+        self._writer.put(Change(run_id=batch.run_id, batch=batch, write=insert))
 
     def add_report(self, report: RunReport) -> None:
         """Store the report of a rank."""
@@ -224,6 +224,19 @@ class Store:
                     runs = [self._read_run(run) for run in own]
                     parts.append(self._comparison(own[0]).with_runs(runs))
         return overlay(parts)
+
+    def steps(self, run_id: str) -> Records:
+        """Return one row per step of a run in order of arrival, also of steps not yet written."""
+        with self._snapshot() as connection:
+            wanted = "SELECT * FROM batches WHERE run = ? ORDER BY rowid"
+            found = {}
+            for row in connection.execute(wanted, (run_id,)):
+                with contextlib.suppress(*DAMAGES):
+                    found[row["rank"], row["sequence"]] = _batch(row, run_id)
+            for change in tuple(self._writer.queue):
+                if change.run_id == run_id and (batch := change.batch):
+                    found[batch.rank, batch.sequence] = batch
+        return stacked([rows_of(batch) for batch in found.values()])
 
     def delete(self, address: str) -> tuple[str, ...]:
         """Delete the runs that ``address`` names, with their weights; return their addresses.
@@ -384,6 +397,7 @@ class Store:
             comparison=stored.comparison,
             spec=stored.spec,
             created=stored.created,
+            read_steps=partial(self.steps, stored.run_id),
         )
         details = [stored.detail] if stored.detail else []
         for table in ("batches", "reports"):
@@ -393,7 +407,7 @@ class Store:
                     if table == "reports":
                         run.add_report(decoded(row["report"], RunReport))
                     else:
-                        run.add(_batch(stored, row))
+                        run.add(_batch(row, stored.run_id, stored.header))
                 except DAMAGES:
                     details.append(f"a row of its {table} is damaged")
         run.end(stored.status, "; ".join(dict.fromkeys(details)))
@@ -503,9 +517,9 @@ def _is_project(folder: Path) -> bool:
     return is_marked and os.path.isdir(folder / "data")
 
 
-def _batch(stored: StoredRun, row: sqlite3.Row) -> EventBatch:
+def _batch(row: sqlite3.Row, run_id: str, header: RunHeader | None = None) -> EventBatch:
     """Return a row of the table ``batches`` as a batch with the header of the run."""
-    known = {"run_id": stored.run_id, "header": stored.header, "rows": row["events"]}
+    known = {"run_id": run_id, "header": header, "rows": row["events"]}
     batch = from_fields(EventBatch, {**row, **known})
     rows = np.frombuffer(batch.rows, dtype=EVENT)
     numbers = np.concatenate([rows["step"], rows["staleness"], [0]])

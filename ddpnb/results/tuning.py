@@ -9,7 +9,7 @@ the highest losses.  If all losses are NaN or infinite, the comparison uses the 
 import math
 from collections.abc import Sequence
 
-from ddpnb.results.model import RunSnapshot, Status
+from ddpnb.results.run import RunSnapshot, Status
 
 
 def split(

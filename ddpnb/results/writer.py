@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import final
 
 from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import EventBatch
 
 
 class StoreError(UserError):
@@ -19,9 +20,15 @@ class Change:
 
     write: Callable[[sqlite3.Connection], object]
     run_id: str = ""
-    num_steps: int = 0
+    batch: EventBatch | None = None
+    """The steps that the change stores, if any."""
     is_end: bool = False
     """True if the change is the final status of the run."""
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps that the change stores."""
+        return 0 if self.batch is None else self.batch.num_steps
 
 
 @final

@@ -23,8 +23,8 @@ from ddpnb.reports.inspection.traces import TraceResult, joined
 from ddpnb.reports.live import Live, LiveFigureAndTable, live
 from ddpnb.reports.notebook import show_value, warn
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.results.model import Status
 from ddpnb.results.recorder import Recorder
+from ddpnb.results.run import Status
 from ddpnb.session.background import Background
 from ddpnb.session.errors import (
     CellInterrupt,

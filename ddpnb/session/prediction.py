@@ -2,7 +2,7 @@
 
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -13,10 +13,10 @@ from ddpnb.protocol.cores import num_cores
 from ddpnb.protocol.errors import UserError
 from ddpnb.reports.inspection.prediction import PredictionResult
 from ddpnb.results.comparison import Comparison
-from ddpnb.results.model import RunSnapshot, Status, step_split
+from ddpnb.results.frames import Row, strategy_rows
 from ddpnb.results.query import resolve
+from ddpnb.results.run import RunSnapshot, Status
 from ddpnb.results.store import Store
-from ddpnb.results.summary import StrategySummary, summarise
 
 NEEDED = (BASELINE, CEILING)
 FEWEST_STEPS = 4
@@ -32,15 +32,15 @@ def predicted(store: Store, question: Question, run: str = "") -> PredictionResu
 
 def measured_in(comparison: Comparison) -> Measured:
     """Compute the scaling model's input from a comparison; raise UserError if a run is missing."""
-    summaries = {each.name: each for each in summarise(comparison) if _counts(each)}
-    if missing := [name for name in NEEDED if name not in summaries]:
+    rows = {row["strategy"]: row for row in strategy_rows(comparison) if _counts(row)}
+    if missing := [name for name in NEEDED if name not in rows]:
         raise UserError(
             f"A prediction needs single and no-comm, but {comparison.name} has no finished run of "
             f"{' or '.join(missing)}. Compare again without --no-baseline."
         )
     runs = {
-        name: [run for run in each.runs if run.status is Status.FINISHED]
-        for name, each in summaries.items()
+        name: [r for r in comparison.runs if r.name == name and r.status is Status.FINISHED]
+        for name in rows
     }
     single, together = runs[BASELINE], runs[CEILING]
     spec, header = single[0].spec, together[0].header
@@ -53,27 +53,27 @@ def measured_in(comparison: Comparison) -> Measured:
             "prediction. Compare without these options, or choose a comparison with --run."
         )
     fewest = 1 if devices else FEWEST_STEPS
-    split = step_split(single).parts
-    passes = split.data + split.forward + split.backward
+    split = rows[BASELINE]
+    passes = sum(split[f"{name}_seconds"] for name in ("data", "forward", "backward"))
     num, host = (comparison.environment.get(key, "") for key in ("CPU cores", "host"))
     return Measured(
         name=comparison.name,
         batch_size=spec.batch_per_worker or spec.batch_size,
         is_weak=bool(spec.batch_per_worker),
         num_ranks=header.num_workers,
-        num_bytes=_num_bytes({} if devices else runs, header.num_parameters, header.num_workers),
+        num_bytes=_num_bytes({} if devices else rows, header.num_parameters, header.num_workers),
         alone=_sizes(single, fewest),
         together=_sizes(together, fewest),
-        rates={name: each.samples_per_second.middle for name, each in summaries.items()},
-        backward_share=split.backward / passes if passes > 0 else 2 / 3,
-        optimizer_seconds=split.optimizer,
+        rates={name: row["samples_per_second"] for name, row in rows.items()},
+        backward_share=split["backward_seconds"] / passes if passes > 0 else 2 / 3,
+        optimizer_seconds=split["optimizer_seconds"],
         variation=_variation(together),
         device=header.device.partition(":")[0],
         cores=float(num.split(",")[0] or num_cores()),
         devices=devices,
         jitter=spec.jitter,
         num_passes=spec.accumulate,
-        short=tuple(name for name, each in summaries.items() if each.is_short and not devices),
+        short=tuple(name for name, row in rows.items() if row["is_short"] and not devices),
         place="this machine" if host in ("", platform.node()) else f"host {host}",
     )
 
@@ -97,9 +97,9 @@ def _comparison(store: Store, run: str) -> Comparison:
     return next(here, None) or store.load(usable[-1])
 
 
-def _counts(summary: StrategySummary) -> bool:
-    is_measured = math.isfinite(summary.samples_per_second.middle)
-    return summary.status is Status.FINISHED and is_measured and not summary.is_emulated
+def _counts(row: Row) -> bool:
+    is_measured = math.isfinite(row["samples_per_second"])
+    return row["status"] == "finished" and is_measured and not row["is_emulated"]
 
 
 def _steps(runs: Sequence[RunSnapshot]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -136,9 +136,9 @@ def _variation(runs: Sequence[RunSnapshot]) -> float:
     return float(np.mean(shares)) if shares else 0.0
 
 
-def _num_bytes(runs: dict[str, list[RunSnapshot]], num_parameters: int, num_ranks: int) -> float:
+def _num_bytes(rows: Mapping[str, Row], num_parameters: int, num_ranks: int) -> float:
     """Return the size of the gradients in bytes; 4 bytes per parameter if ``ddp`` did not run."""
-    sent = step_split(runs["ddp"]).num_bytes_sent if "ddp" in runs else math.nan
+    sent = rows["ddp"]["bytes_sent_per_step"] if "ddp" in rows else math.nan
     if math.isfinite(sent) and num_ranks > 1:
-        return sent * num_ranks / (2 * (num_ranks - 1))
+        return float(sent * num_ranks / (2 * (num_ranks - 1)))
     return float(FLOAT_BYTES * num_parameters)

@@ -21,8 +21,8 @@ from ddpnb.protocol.processes import RankCommand
 from ddpnb.reports.live import Live
 from ddpnb.reports.notebook import warn
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.results.model import Status
 from ddpnb.results.recorder import Recorder
+from ddpnb.results.run import Status
 from ddpnb.session.background import Background
 from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.errors import CellInterrupt, HangError, RankError, error_of, kept, warn_stale

@@ -10,7 +10,7 @@ from ddpnb.protocol.notation import Target
 from ddpnb.reports.listing import runs_table
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import PlotOptions
-from ddpnb.results.model import Status
+from ddpnb.results.run import Status
 from tests.unit.results.fake_runs import fake_comparison, header, spec, stored
 
 OUTPUT_PIXELS = 828

@@ -13,7 +13,7 @@ import pytest
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.hosts import processes, ssh
 from ddpnb.protocol.errors import UserError
-from ddpnb.results.model import RunSnapshot
+from ddpnb.results.run import RunSnapshot
 from ddpnb.session.status import status_table
 from ddpnb.session.training import RunningComparison
 from tests.cells import CELL

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.results.model import RunSnapshot
+from ddpnb.results.run import RunSnapshot
 from ddpnb.results.store import Store
 from ddpnb.session.errors import RankError
 from ddpnb.session.training import RunningComparison

@@ -62,7 +62,7 @@ def compare(run: Run, kernel: Kernel) -> Run:
         cell = run(source)
         asked = source.partition("--")[0].split()[1:]
         assert "left out" not in cell.text, cell.text
-        assert kernel.value("set(_.to_frame().status)") == "{'finished'}", cell.text
+        assert kernel.value("set(_.runs().status)") == "{'finished'}", cell.text
         trained = kernel.value("set(_.steps().query('loss < 100').strategy)")
         assert all(repr(word) in trained for word in asked), cell.text
         return cell

@@ -18,7 +18,7 @@ from ddpnb.cluster.supervision import Watch
 from ddpnb.protocol.calls import calls
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.results.model import Status
+from ddpnb.results.run import Status
 from ddpnb.session.errors import RankError
 from tests.cluster.rig import DYNAMO, prepared, pull, run, started, wait_until
 

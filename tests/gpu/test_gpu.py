@@ -52,7 +52,7 @@ def data(split):
 
 
 def final_losses(result) -> dict[str, float]:
-    return dict(result.to_frame().set_index("strategy").final_loss)
+    return dict(result.runs().set_index("strategy").final_loss)
 
 
 def notes(result, strategy: str) -> tuple[str, ...]:
@@ -106,7 +106,7 @@ def test_more_ranks_than_gpus_share_them_over_gloo_and_say_so():
 
 def test_every_strategy_trains_where_two_ranks_share_a_gpu():
     ddpnb.start(2, backend="gloo")
-    found = ddpnb.compare(*SAME, *NEAR, "no-comm", epochs=4, **DIGITS).to_frame()
+    found = ddpnb.compare(*SAME, *NEAR, "no-comm", epochs=4, **DIGITS).runs()
     assert set(found.device) == {"cuda:0"}
     found = found.set_index("strategy")
     for strategy in SAME:
@@ -144,7 +144,7 @@ def test_dp_finds_the_memory_that_ddp_has_left():
         f"def data(split): return torch.randn(16, {size}), torch.arange(16)\n"
     )
     result = ddpnb.compare("ddp", "dp", source=source, batch_size=8, lr=1e-4, momentum=0.9)
-    assert set(result.to_frame().status) == {"finished"}
+    assert set(result.runs().status) == {"finished"}
 
 
 def test_a_strategy_needs_the_same_memory_first_and_last():
@@ -194,7 +194,7 @@ def test_items_on_the_gpu_are_trained_on_but_not_loaded_by_other_processes():
     with pytest.raises(UserError, match="loading process"):
         ddpnb.compare("ddp", source=ITEMS_ON_GPU, batch_size=16, data_workers=1)
     result = ddpnb.compare("ddp", source=ITEMS_ON_GPU, batch_size=16, lr=1e-4)
-    assert set(result.to_frame().status) == {"finished"}
+    assert set(result.runs().status) == {"finished"}
 
 
 def test_the_parts_of_a_step_add_up_on_the_gpus_own_clock_which_stands_still_while_paused():
@@ -267,4 +267,4 @@ def test_over_nccl_two_ranks_train_as_one_and_restore_the_random_numbers_of_all_
     assert losses == pytest.approx(dict.fromkeys(losses, losses["single"]), rel=0.02)
     assert not any("emulated" in note for note in notes(result, "dp"))
     assert any("all communication counts as overlapped" in note for note in notes(result, "fsdp"))
-    assert result.to_frame().set_index("strategy").hidden_seconds["fsdp"] > 0
+    assert result.runs().set_index("strategy").hidden_seconds["fsdp"] > 0

@@ -92,6 +92,20 @@ class Cell:
         return [o["data"][mime] for o in self.outputs if mime in o.get("data", {})]
 
     @property
+    def pictures(self) -> list[str]:
+        """The PNG pictures in base64, also those inside HTML."""
+        inside = r'src="data:image/png;base64,([^"]+)"'
+        return [
+            picture
+            for output in self.outputs
+            for data in [output.get("data", {})]
+            for picture in [
+                *([data["image/png"]] if "image/png" in data else []),
+                *re.findall(inside, data.get("text/html", "")),
+            ]
+        ]
+
+    @property
     def text(self) -> str:
         parts = [o.get("text") or o.get("data", {}).get("text/plain", "") for o in self.outputs]
         return ANSI.sub("", "\n".join(parts)) + self.error_text

@@ -25,12 +25,12 @@ def training(kernel: Kernel) -> Iterator[Cell]:
 
 
 def test_while_it_trains_the_notebook_goes_on_and_everybody_knows(training: Cell, kernel: Kernel):
-    assert len(training.bundles("image/png")) == 1
+    assert len(training.pictures) == 1
     before = training.num_updates
     assert max(kernel.run("1 + 1").seconds for _ in range(20)) < 10
     kernel.wait_until(lambda: training.num_updates > before)
     assert len(training.outputs) == 3
-    (again,) = kernel.run("%ddp_plot").bundles("image/png")
+    (again,) = kernel.run("%ddp_plot").pictures
     assert again
     shown = kernel.run("running").text
     assert re.fullmatch(r"<comparison, started \d\d:\d\d:\d\d; %ddp_status shows its state>", shown)
@@ -85,7 +85,7 @@ def test_its_result_is_shown_again_in_the_cell_that_waits_for_it(kernel: Kernel)
     line = "%ddp_compare ddp --task digits --epochs 0.5 --no-wait --no-baseline"
     assert kernel.run(f"short = {line}").passed
     cell = kernel.run("short.wait(60)", timeout=90).passed
-    assert len(cell.bundles("image/png")) == 1
+    assert len(cell.pictures) == 1
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_displays_and_figures_appear_under_a_label(kernel: Kernel):
     assert set(cell.bundles("text/html")) == {"<b>all</b>", "<i>0</i>", "<i>1</i>"}
     assert cell.by_rank == both("", "")  # a label above each display
     cell = kernel.run("%%rank 1\nimport matplotlib.pyplot as plt\nplt.plot([1, 3, 2]);")
-    assert len(cell.bundles("image/png")) == 1
+    assert len(cell.pictures) == 1
     assert cell.lines == ["[1]"]
 
 

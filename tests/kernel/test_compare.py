@@ -20,7 +20,7 @@ def compared(kernel_of_module: Kernel) -> Cell:
 
 def test_a_comparison_ends_as_one_sentence_one_picture_and_one_table(compared: Cell):
     assert len(compared.outputs) == 3
-    assert len(compared.bundles("image/png")) == 1
+    assert len(compared.pictures) == 1
     (sentence, html) = compared.bundles("text/html")
     assert "samples/s" in sentence
     assert html.count("<table") == 2  # one table is folded
@@ -31,14 +31,14 @@ def test_a_comparison_ends_as_one_sentence_one_picture_and_one_table(compared: C
 
 def test_the_results_methods(compared: Cell, kernel: Kernel):
     (output,) = kernel.run("small").outputs
-    assert {"text/plain", "text/html", "image/png"} <= set(output["data"])
-    kernel.run("frame = small.to_frame().set_index('strategy')")
+    assert set(output["data"]) == {"text/plain", "text/html"}
+    kernel.run("frame = small.runs().set_index('strategy')")
     names = kernel.value("sorted(frame.index)")
     assert names == "['async', 'ddp', 'dp', 'no-comm', 'single']"
     assert kernel.value("[*frame.index[frame.final_loss.isna()]]") == "['no-comm']"
     assert kernel.value("len(small.steps()) >= 4 * 5") == "True"
     assert "samples/s" in kernel.run("print(small.table())").stdout
-    assert len(kernel.run("small.plot()").bundles("image/png")) == 1
+    assert len(kernel.run("small.plot()").pictures) == 1
     assert "<table" in kernel.run("small.table()").bundles("text/html")[0]
     kernel.run("small.save('saved/small.html')")
     assert (kernel.folder / "saved" / "small.html").stat().st_size > 500
@@ -49,7 +49,7 @@ def test_each_strategy_is_compared_at_its_best_learning_rate(kernel: Kernel):
     line += " --no-baseline --devices 2 --compute 1ms/sample,2ms --eval-samples 90 --name tuned"
     shown = kernel.run(f"tuned = %ddp_compare {line}")
     assert "best of 2 lr" in shown.text
-    frame = "tuned.to_frame()"
+    frame = "tuned.runs()"
     runs = f"sorted(zip({frame}.strategy, {frame}.repeat, {frame}.learning_rate))"
     assert kernel.value(runs) == str(
         [
@@ -67,7 +67,7 @@ def test_each_strategy_is_compared_at_its_best_learning_rate(kernel: Kernel):
         "--no-baseline --devices 2 --compute 1ms/sample,2ms --eval-samples 90"
     )
     same = "first.query('strategy == \"ddp\" and is_compared').held_out_loss.item()"
-    assert kernel.value(f"{same} == one.to_frame().held_out_loss.item()") == "True"
+    assert kernel.value(f"{same} == one.runs().held_out_loss.item()") == "True"
     stored = "ddpnb.load('tuned').comparison"
     kernel.run("import ddpnb")
     assert kernel.value(f"(len({stored}.runs), len({stored}.other_rates))") == "(4, 2)"
@@ -113,13 +113,13 @@ def test_a_prediction_goes_through_the_points_of_emulated_devices(kernel: Kernel
 def test_the_cell_form_and_assignment(kernel: Kernel):
     cell = kernel.run(COMPARED).passed
     assert [len(cell.bundles(m)) for m in ("image/png", "text/html")] == [1, 2]
-    assert kernel.value("sorted(_.to_frame().strategy)") == "['ddp', 'no-comm', 'single']"
+    assert kernel.value("sorted(_.runs().strategy)") == "['ddp', 'no-comm', 'single']"
     line = kernel.run(
         "mine = %ddp_compare ddp --task synthetic --epochs 0.1 --repeats 2 --no-baseline"
     )
     assert len(line.outputs) == 3
-    assert kernel.value("list(mine.to_frame().strategy)") == "['ddp', 'ddp']"
-    assert kernel.value("mine.to_frame()[['repeat', 'seed']].values.tolist()") == "[[1, 0], [2, 1]]"
+    assert kernel.value("list(mine.runs().strategy)") == "['ddp', 'ddp']"
+    assert kernel.value("mine.runs()[['repeat', 'seed']].values.tolist()") == "[[1, 0], [2, 1]]"
 
 
 def test_the_cell_sees_the_ranks_variables_and_leaves_its_own_behind(kernel: Kernel):
@@ -152,7 +152,7 @@ def test_what_cannot_be_trained_is_one_sentence_before_anything_trains(
     assert old in COMPARED
     cell = unharmed.run(COMPARED.replace(old, new))
     assert expected in cell.refusal
-    assert not cell.bundles("image/png")
+    assert not cell.pictures
     assert unharmed.run("%ddp_runs").text == before
 
 
@@ -182,14 +182,14 @@ def test_a_held_out_curve_is_drawn_stored_and_searched_for_a_target(compared: Ce
     # In an asynchronous run, rank 0 makes copies between two of its steps, which may be few.
     assert kernel.value(f"{found}.size()[['ddp', 'single']].to_list()") == "[3, 3]"
     last = f"{found}.accuracy.last().to_dict()"
-    scores = "curves.to_frame().set_index('strategy').held_out_accuracy.dropna().to_dict()"
+    scores = "curves.runs().set_index('strategy').held_out_accuracy.dropna().to_dict()"
     assert kernel.value(f"{last} == {scores}") == "True"
     stored = "__import__('ddpnb').plot('curves').evaluations()"
     assert kernel.value(f"{stored}.equals(curves.evaluations())") == "True"
     titles = "[axes.get_title('left') for axes in curves.plot().figure.axes]"
     assert "Held-out accuracy by time, s" in kernel.value(titles)
-    (picture,) = cell.bundles("image/png")
-    (alone,) = kernel.run("%ddp_plot curves").bundles("image/png")
+    (picture,) = cell.pictures
+    (alone,) = kernel.run("%ddp_plot curves").pictures
     assert height_of(picture) == height_of(alone)
 
 
@@ -202,7 +202,7 @@ def test_a_hand_written_loop_is_a_run_too(compared: Cell, kernel: Kernel):
         "%%ddp --name mine\nimport time, ddpnb\ntime.sleep(.5)\n"
         "for i in range(20):\n    ddpnb.log(loss=1 / (i + 1), samples=8)\n    time.sleep(.01)"
     ).passed
-    assert len(cell.bundles("image/png")) == 1
+    assert len(cell.pictures) == 1
     assert kernel.value("len(__import__('ddpnb').plot('mine').steps())") == "40"
     first = "__import__('ddpnb').plot('mine').steps().seconds.min()"
     assert float(kernel.value(first)) < 0.4  # the clock starts at the loop
@@ -210,7 +210,7 @@ def test_a_hand_written_loop_is_a_run_too(compared: Cell, kernel: Kernel):
     assert kernel.value(f"bool(max({curve}.mean[10:]) < 0.5)") == "True"  # no rank starts later
     both = kernel.run("%ddp_plot mine small/ddp")
     assert len(both.outputs) == 3
-    assert len(both.bundles("image/png")) == 1
+    assert len(both.pictures) == 1
     text = both.bundles("text/plain")[-1]
     assert re.search(r"^(mine/)?mine ", text, re.MULTILINE)
     assert re.search(r"^small/ddp ", text, re.MULTILINE)
@@ -241,5 +241,5 @@ def test_a_module_that_was_edited_is_loaded_anew_for_a_comparison(kernel: Kernel
         + "import torch, edited_model\ndef model():\n    return edited_model.made()\n"
         + "def data(split):\n    return torch.ones(64, 8), torch.zeros(64, dtype=torch.long)\n"
     ).passed
-    assert kernel.value("_.to_frame().num_parameters.tolist()") == "[24]"
+    assert kernel.value("_.runs().num_parameters.tolist()") == "[24]"
     kernel.run("%%ddp\n%autoreload 0\nsys.path.pop(0)")

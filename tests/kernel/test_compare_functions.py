@@ -54,8 +54,8 @@ def compared(kernel_of_module: Kernel) -> Kernel:
 
 
 def test_functions_travel_with_the_names_that_they_use(compared: Kernel):
-    assert compared.value("list(result.to_frame().status)") == "['finished']"
-    assert compared.value("'held_out_right' in result.to_frame() or list(result.to_frame())")
+    assert compared.value("list(result.runs().status)") == "['finished']"
+    assert compared.value("'held_out_right' in result.runs() or list(result.runs())")
     assert compared.value("result.comparison.source.count('def load')") == "1"
     assert compared.run("%ddp_pull (X, WIDTH, labels) --ranks 0 --as own").error == ""
     assert compared.value("own") == "('mine', None, 0)"

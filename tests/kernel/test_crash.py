@@ -53,5 +53,5 @@ def test_a_run_is_readable_up_to_its_last_flush_after_a_sigkill(tmp_path: Path):
         assert "stopped: the kernel ended; unsaved steps are lost" in listed
         kernel.run("import ddpnb")
         assert int(kernel.value("len(ddpnb.load('cut').steps())")) >= seen
-        assert len(kernel.run("%ddp_plot cut").bundles("image/png")) == 1
+        assert len(kernel.run("%ddp_plot cut").pictures) == 1
         assert LINE in kernel.run("%ddp_runs --show cut").text

@@ -128,7 +128,7 @@ def test_a_traced_cell_shows_its_time_line_and_can_be_saved(kernel: Kernel, tmp_
     text = cell.bundles("text/plain")[-1]
     for part in ("rank 0 all_reduce", "4.0 kB, ranks 0-1, line 4", "rank 1 broadcast"):
         assert part in text
-    assert cell.bundles("image/png")
+    assert cell.pictures
     target = tmp_path / "trace.json"
     kernel.run(f"%ddp_show trace --save {target}")
     names = [event["name"] for event in json.loads(target.read_text())["traceEvents"]]
@@ -151,7 +151,7 @@ def test_what_was_exchanged_before_a_failure_and_by_a_script_is_shown(
 def test_a_collective_is_run_and_shown(kernel: Kernel):
     cell = kernel.run("%ddp_show reduce --root 1 --op max")
     assert "rank 1: [20 21 22 23] -> [20 21 22 23]" in cell.text
-    assert cell.bundles("image/png")
+    assert cell.pictures
     assert not kernel.run("%ddp_show all_reduce --ranks 1 --size 4kB").error
 
 

@@ -243,7 +243,7 @@ def test_a_run_that_had_trained_to_its_end_keeps_all_but_its_evaluation(kernel: 
     assert kernel.value("run.num_samples") == "256"
     assert kernel.value("run.status.value, run.reports[0].evaluation_was_cut") == "finished True"
     rate = "256 / max(report.seconds for report in run.reports)"
-    assert kernel.value(f"result.to_frame().samples_per_second[0] / ({rate})") == "1.0"
+    assert kernel.value(f"result.runs().samples_per_second[0] / ({rate})") == "1.0"
 
 
 COMMANDS = {

@@ -21,9 +21,9 @@ def test_it_trains_the_users_own_cell_and_shows_it_in_both_places(kernel: Kernel
     assert kernel.value("panel.magic.value.splitlines()[0]") == magic
     kernel.wait_for_value("panel.status.value", "Finished")
     for cell in (first, again):
-        assert len(cell.bundles("image/png")) == 1
+        assert len(cell.pictures) == 1
         assert "ddp" in cell.bundles("text/html")[-1]
-    assert kernel.value("sorted(__import__('ddpnb').plot().to_frame().strategy)") == (
+    assert kernel.value("sorted(__import__('ddpnb').plot().runs().strategy)") == (
         "['ddp', 'no-comm', 'single']"
     )
 

@@ -12,7 +12,7 @@ import pytest
 from tests.kernel.client import Cell, Kernel, kernel_in
 
 EMPTY = """from ddpnb.results.comparison import Comparison
-from ddpnb.results.model import Run, Status
+from ddpnb.results.run import Run, Status
 from ddpnb.session.session import this_session
 from ddpnb.protocol.messages import RunSpec
 spec = RunSpec(run_id="empty-run", strategy="ddp", task="digits")
@@ -80,7 +80,7 @@ def test_what_differs_and_what_went_wrong_is_shown(kernel: Kernel):
 def test_odd_runs_are_shown_in_full_and_exported(kernel: Kernel):
     for name in (*LOSSES, "empty", "diverged"):
         lines = [f"%ddp_export {name} {name}.{kind}" for kind in KINDS[:-1]]
-        twins = f"import ddpnb\nddpnb.load('{name}').to_frame().shape\n"
+        twins = f"import ddpnb\nddpnb.load('{name}').runs().shape\n"
         twins += f"ddpnb.export('{name}', path='{name}.svg')"
         cell = kernel.run("\n".join([f"%ddp_runs --show {name}", *lines, twins])).passed
         assert not cell.stderr

@@ -45,11 +45,11 @@ def test_it_may_stand_in_an_earlier_cell_and_have_options(kernel: Kernel):
     kernel.run("%%ddp\nimport torch\n" + AVERAGING)
     source = OWN.replace("compare ddp Averaging", "compare Averaging Averaging:share=0.5")
     drawn(kernel.run(source.replace("--name own", "--name halves")))
-    names = kernel.value("sorted(_.to_frame().strategy)")
+    names = kernel.value("sorted(_.runs().strategy)")
     assert names == "['Averaging', 'Averaging:share=0.5', 'no-comm', 'single']"
     assert "halves/Averaging:share=0.5" in kernel.run("%ddp_runs").text
     drawn_again = kernel.run("%ddp_plot halves/Averaging:share=0.5 halves/Averaging").passed
-    assert len(drawn_again.bundles("image/png")) == 1
+    assert len(drawn_again.pictures) == 1
     assert "halves/Averaging:share=0.5" in kernel.complete("%ddp_plot halves/Av")
     kernel.run("%%ddp\ndel Averaging")
 

@@ -117,7 +117,7 @@ STEPS = {
         r"reaches .*\n[^$]*real: digits, global batch 256, 2 workers on cpu",
         "image/png",
     ),
-    "result as a frame": Step("result.to_frame()", "strategy", "text/html"),
+    "result as a frame": Step("result.runs()", "strategy", "text/html"),
     "own model": Step(
         f"%%ddp_compare ddp local-sgd --epochs 2 --batch-size 64 --name own\n{CELL}",
         "own: own cell, global batch 64",
@@ -173,7 +173,8 @@ def test_step(user: Kernel, name: str):
     assert re.search(step.shows, text, re.MULTILINE), text
     expected = re.match(r"\w+Error(?=:)|", step.shows)
     assert cell.error == (expected and expected.group()), text
-    assert not step.kind or cell.bundles(step.kind), cell.outputs
+    found = cell.pictures if step.kind == "image/png" else cell.bundles(step.kind)
+    assert not step.kind or found, cell.outputs
     assert re.search(step.warns or r"\A\Z", cell.stderr), cell.stderr
 
 

@@ -1,6 +1,7 @@
 """Code for axes and markers, used for curves and for rows.  Runs in the kernel."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,7 +11,8 @@ from matplotlib.ticker import MaxNLocator
 from ddpnb.protocol.catalogue import Style
 from ddpnb.reports.formatting import tick
 from ddpnb.reports.kit import Look, dress
-from ddpnb.results.summary import StrategySummary
+from ddpnb.results.frames import Row
+from ddpnb.results.run import RunSnapshot
 
 LABEL_CHARACTERS = 26
 """Maximum number of characters of a label.  Longer labels are shortened."""
@@ -19,11 +21,14 @@ ROUND = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Strategy:
+class Drawn:
     """A strategy in the figure: its look and its results."""
 
     style: Style
-    summary: StrategySummary
+    row: Row
+    """The strategy's row of ``strategies_frame``."""
+    runs: Sequence[RunSnapshot]
+    """All repeats."""
 
 
 def prepare(axes: Axes, title: str, *, lines: Literal["x", "y"]) -> None:
@@ -58,8 +63,8 @@ def shortened(label: str) -> str:
 
 
 def round_up(value: float) -> float:
-    """Return the smallest round number that is at least ``value``.  See ``ROUND``."""
-    if value <= 0:
+    """Return the smallest round number that is at least ``value``; 0 for 0 and NaN.  See ROUND."""
+    if not value > 0:
         return 0.0
     unit = 10.0 ** math.floor(math.log10(value))
     return next((step * unit for step in ROUND if step * unit >= value * (1 - 1e-9)), 10 * unit)

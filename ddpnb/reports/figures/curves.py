@@ -15,14 +15,13 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
-from ddpnb.reports.figures.axes import Strategy, marker, prepare, round_up, shortened
+from ddpnb.reports.figures.axes import Drawn, marker, prepare, round_up, shortened
 from ddpnb.reports.formatting import tick
 from ddpnb.reports.kit import Look
 from ddpnb.reports.style import INK, LINES, MUTED, SMALL_POINTS, ink_of
 from ddpnb.results.curve import smoothed
-from ddpnb.results.model import RunSnapshot
 from ddpnb.results.rows import Floats
-from ddpnb.results.summary import evaluations
+from ddpnb.results.run import RunSnapshot
 
 GRID_POINTS = 240
 """Number of points of the line that shows the median of repeats."""
@@ -54,7 +53,7 @@ class CurvePanel:
     """The content of one panel."""
 
     title: str
-    lines: Sequence[tuple[Strategy, Line]]
+    lines: Sequence[tuple[Drawn, Line]]
     x: str
     """The quantity on the x axis, ``"samples"`` or ``"seconds"``."""
     log: bool = False
@@ -86,7 +85,7 @@ def losses(runs: Sequence[RunSnapshot], x: str) -> Line:
 def held_out(runs: Sequence[RunSnapshot], x: str, y: str) -> Line:
     """Return a ``Line`` of held-out loss or accuracy (``y``) over samples or seconds (``x``)."""
     across = {"samples": "num_samples", "seconds": "seconds"}[x]
-    found = [[(getattr(e, across), getattr(e, y)) for e in evaluations(run)] for run in runs]
+    found = [[(getattr(e, across), getattr(e, y)) for e in run.evaluations] for run in runs]
     arrays = [np.array(points) for points in found if points]
     lines = [(each[:, 0], each[:, 1]) for each in arrays if np.isfinite(each[:, 1]).any()]
     line = _line(lines)
@@ -188,7 +187,7 @@ def _extent(line: Line, is_log: bool) -> tuple[float, float]:
     return float(ends.min()), float(ends.max())
 
 
-def _draw_labels(axes: Axes, shown: Sequence[tuple[Strategy, Line]], is_log: bool) -> None:
+def _draw_labels(axes: Axes, shown: Sequence[tuple[Drawn, Line]], is_log: bool) -> None:
     """Mark the end of each line, and write the names right of the axes without overlap."""
     box = axes.bbox.transformed(axes.figure.dpi_scale_trans.inverted())
     to_share = axes.transData - axes.transAxes
@@ -203,7 +202,7 @@ def _draw_labels(axes: Axes, shown: Sequence[tuple[Strategy, Line]], is_log: boo
         axes.plot(at[:3], leader, color=style.colour, linewidth=1.0, alpha=0.7, zorder=1, **whole)
         axes.plot(*end, markersize=8, zorder=4, clip_on=False, **marker(style))
         label: Look = {"fontsize": SMALL_POINTS, "color": ink_of(style), "va": "center", **whole}
-        axes.text(at[3], label_at, shortened(each.summary.label), **label)
+        axes.text(at[3], label_at, shortened(each.row["label"]), **label)
 
 
 def spread_out(
@@ -224,7 +223,7 @@ def spread_out(
     return list(map(float, placed))
 
 
-def _draw_events(axes: Axes, strategy: Strategy, line: Line, x: str, up: float) -> int:
+def _draw_events(axes: Axes, strategy: Drawn, line: Line, x: str, up: float) -> int:
     """Draw the events of a strategy's runs.  Return the number of text lines of the label.
 
     NaN or infinite losses are drawn as crosses at the top, other events as vertical lines.  The
@@ -233,7 +232,7 @@ def _draw_events(axes: Axes, strategy: Strategy, line: Line, x: str, up: float) 
     at_x: Look = {"transform": axes.get_xaxis_transform(), "color": strategy.style.colour}
     marks = {
         f" rank {mark.rank}: {mark.text} ": float(np.interp(mark.seconds, seconds, quantity))
-        for run in strategy.summary.runs
+        for run in strategy.runs
         for seconds, quantity in [(run.curve.seconds, getattr(run.curve, x))]
         for mark in run.marks
         if mark.seconds > 0 and len(seconds)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 
 from ddpnb.reports import kit
-from ddpnb.reports.figures.axes import Strategy, shortened
+from ddpnb.reports.figures.axes import Drawn, shortened
 from ddpnb.reports.figures.curves import CurvePanel, draw_curves, held_out, losses
 from ddpnb.reports.figures.rows import (
     MEMORY,
@@ -21,7 +21,7 @@ from ddpnb.reports.formatting import styles, title
 from ddpnb.reports.kit import Sheet
 from ddpnb.reports.style import EVERYTHING, PlotOptions, style_of
 from ddpnb.results.comparison import Comparison
-from ddpnb.results.summary import summarise
+from ddpnb.results.frames import Row
 
 WIDTH = 13.6
 """Width in inches.  Small text is then at least 10 pixels high on a 1280-pixel screen."""
@@ -49,6 +49,7 @@ ACROSS = {"samples": "samples", "seconds": "time, s"}
 
 def draw(
     comparison: Comparison,
+    strategies: Sequence[Row],
     options: PlotOptions = EVERYTHING,
     *,
     is_live: bool = False,
@@ -56,17 +57,21 @@ def draw(
     """Return a matplotlib figure of a comparison: curves above, a row per strategy below.
 
     Args:
-        comparison: a snapshot of the comparison.
+        comparison: a snapshot of the comparison, with the runs' curves.
+        strategies: the rows of ``strategies_frame``.
         options: the options of ``%ddp_plot``.
         is_live: True while the comparison runs.  The figure then has space for later results.
     """
-    summaries = summarise(comparison, options.target)
-    looks = styles(comparison, summaries)
-    begun = [Strategy(style=looks[each.key], summary=each) for each in summaries]
+    begun = [
+        Drawn(style=style, row=row, runs=runs)
+        for style, row in zip(styles(comparison, strategies), strategies, strict=True)
+        for key in [(row["comparison"], row["strategy"])]
+        for runs in [[run for run in comparison.runs if (run.comparison, run.name) == key]]
+    ]
     bands = _panels(comparison, begun, options, is_live=is_live)
     columns = _columns(comparison, begun, options, is_live=is_live)
-    names = [(each.summary.label, each.style) for each in begun]
-    done = {each.summary.name for each in begun}
+    names = [(each.row["label"], each.style) for each in begun]
+    done = {each.row["strategy"] for each in begun}
     to_come = [name for name in comparison.strategies if name not in done]
     names += [(name, style_of(name, comparison.strategies)) for name in to_come]
     num = len(names)
@@ -106,7 +111,7 @@ def draw(
 
 def _panels(
     comparison: Comparison,
-    begun: Sequence[Strategy],
+    begun: Sequence[Drawn],
     options: PlotOptions,
     *,
     is_live: bool,
@@ -116,11 +121,11 @@ def _panels(
     By default, a finished comparison shows the loss by samples and a held-out score by time.
     """
     target = options.target
-    rivals = [each for each in begun if not each.summary.is_ceiling]  # no-comm only shows speed
+    rivals = [each for each in begun if not each.row["is_ceiling"]]  # no-comm only shows speed
     loss_panels = [
         CurvePanel(
             title=f"Training loss by {called}",
-            lines=[(each, losses(each.summary.runs, x)) for each in rivals],
+            lines=[(each, losses(each.runs, x)) for each in rivals],
             x=x,
             log=options.log,
             target=target.value if target and not target.is_accuracy else None,
@@ -142,7 +147,7 @@ def _panels(
         )
         for y in ("accuracy", "loss")
         for x, called in ACROSS.items()
-        for lines in [[(each, held_out(each.summary.runs, x, y)) for each in begun]]
+        for lines in [[(each, held_out(each.runs, x, y)) for each in begun]]
     ]
     scores = [panel for panel in scores if panel.lines]
     if not is_all:
@@ -151,14 +156,14 @@ def _panels(
 
 
 def _columns(
-    comparison: Comparison, begun: Sequence[Strategy], options: PlotOptions, *, is_live: bool
+    comparison: Comparison, begun: Sequence[Drawn], options: PlotOptions, *, is_live: bool
 ) -> list[list[Column]]:
     """Return the columns.  Each inner list has the columns that are side by side.
 
     The columns for ranks, memory and staleness are included only if they are informative.  There
     are no columns for a hand-written loop that only logs losses.
     """
-    is_split = any(each.summary.split.is_known for each in begun)
+    is_split = any(each.row["step_seconds"] > 0 for each in begun)
     if not comparison.specs and not is_split:
         return []
     first = [RATE, SPLIT] if is_live or is_split else [RATE]

@@ -13,12 +13,13 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
 from ddpnb.protocol.catalogue import BASELINE, CEILING, Style
-from ddpnb.reports.figures.axes import Strategy, marker, prepare, round_up, shortened
+from ddpnb.protocol.messages import Memory, Parts
+from ddpnb.reports.figures.axes import Drawn, marker, prepare, round_up, shortened
 from ddpnb.reports.formatting import number, percent, short, size
 from ddpnb.reports.kit import DPI, Look, legend
 from ddpnb.reports.style import INK, MEMORY_COLOURS, MUTED, PART_COLOURS, SMALL_POINTS, ink_of
-from ddpnb.results.model import slowness
-from ddpnb.results.summary import staleness_counts
+from ddpnb.results.frames import staleness_counts
+from ddpnb.results.run import slowness
 
 BAR = 0.6
 """Height of a bar, as a share of the row's height."""
@@ -45,23 +46,23 @@ class Column:
     """A column that shows one quantity for all strategies."""
 
     title: str
-    draw: Callable[[Axes, Strategy, float], str]
+    draw: Callable[[Axes, Drawn, float], str]
     """A function that draws a strategy's row at a given height, and returns the text beside it."""
-    reach: Callable[[Strategy], float]
+    reach: Callable[[Drawn], float]
     """A function that returns where a strategy's row ends on the x axis, or 0 for an empty row."""
-    says: Callable[[Sequence[Strategy]], bool] = lambda _: True
+    says: Callable[[Sequence[Drawn]], bool] = lambda _: True
     """A function that returns True if the column is informative for the given strategies."""
     share: float
     """Width of the column, relative to the other columns."""
     text_inches: float
     """Width in inches of the text at the right of the column."""
-    below: Callable[[Sequence[Strategy]], str] = lambda _: ""
+    below: Callable[[Sequence[Drawn]], str] = lambda _: ""
     """A function that returns the label below the ticks."""
     looks: Mapping[str, str | Look] = field(default_factory=dict)
     """Names and looks of the entries in the legend below the ticks."""
 
 
-def draw_column(axes: Axes, column: Column, strategies: Sequence[Strategy], num_rows: int) -> None:
+def draw_column(axes: Axes, column: Column, strategies: Sequence[Drawn], num_rows: int) -> None:
     """Draw a column on empty axes.
 
     Args:
@@ -118,39 +119,45 @@ def _bar(axes: Axes, left: float, low: float, width: float, height: float, **loo
 # -- samples per second --------------------------------------------------------------------
 
 
-def _draw_rate(axes: Axes, strategy: Strategy, middle: float) -> str:
+def _draw_rate(axes: Axes, strategy: Drawn, middle: float) -> str:
     """Draw the speed as a bar, its range as a line, the ideal as an outline, no-comm as a mark."""
-    summary, low = strategy.summary, middle - BAR / 2
-    speed = summary.samples_per_second
-    _bar(axes, 0, low, speed.middle, BAR, facecolor=strategy.style.colour)
+    row, low = strategy.row, middle - BAR / 2
+    speed, speed_up = row["samples_per_second"], row["speed_up"]
+    _bar(axes, 0, low, speed, BAR, facecolor=strategy.style.colour)
     _bar(axes, 0, low, _ideal_of(strategy), BAR, facecolor="none", edgecolor=MUTED, linewidth=1.0)
     line: Look = {"color": INK, "zorder": 3, "clip_on": False}
-    axes.plot([speed.low, speed.high], [middle, middle], linewidth=1.6, **line)
-    if math.isfinite(summary.share_of_ceiling) and summary.share_of_ceiling != 1.0:
-        axes.plot([summary.ceiling, summary.ceiling], [low, low + BAR], linewidth=3.0, **line)
-    parts = [short(speed.middle)] if math.isfinite(speed.middle) else []
-    if math.isfinite(summary.speed_up) and summary.speed_up != 1.0:
-        parts.append(f"{summary.speed_up:.2f}×")
-        parts += [percent(summary.efficiency)] if summary.num_workers > 1 else []
+    ends = [row["samples_per_second_low"], row["samples_per_second_high"]]
+    axes.plot(ends, [middle, middle], linewidth=1.6, **line)
+    if _has_ceiling(strategy) and row["strategy"] != CEILING:
+        axes.plot([row["ceiling"]] * 2, [low, low + BAR], linewidth=3.0, **line)
+    parts = [short(speed)] if math.isfinite(speed) else []
+    if math.isfinite(speed_up) and row["strategy"] != BASELINE:
+        parts.append(f"{speed_up:.2f}×")
+        parts += [percent(row["efficiency"])] if row["num_workers"] > 1 else []
     text = "  ".join(parts)
-    return f"({text})" if summary.is_emulated and text else text
+    return f"({text})" if row["is_emulated"] and text else text
 
 
-def _rate_reach(strategy: Strategy) -> float:
-    speed = strategy.summary.samples_per_second
-    values = (speed.middle, speed.high, _ideal_of(strategy))
+def _rate_reach(strategy: Drawn) -> float:
+    speeds = ("samples_per_second", "samples_per_second_high")
+    values = (*(strategy.row[name] for name in speeds), _ideal_of(strategy))
     return round_up(max(filter(math.isfinite, values), default=0.0) * 1.01)
 
 
-def _rate_legend(strategies: Sequence[Strategy]) -> str:
+def _rate_legend(strategies: Sequence[Drawn]) -> str:
     has_ideal = any(_ideal_of(each) > 0 for each in strategies)
-    has_ceiling = any(math.isfinite(each.summary.share_of_ceiling) for each in strategies)
+    has_ceiling = any(map(_has_ceiling, strategies))
     return "  ".join(["outline: ideal"] * has_ideal + ["┃ no-comm"] * has_ceiling)
 
 
-def _ideal_of(strategy: Strategy) -> float:
+def _has_ceiling(strategy: Drawn) -> bool:
+    is_known = math.isfinite(strategy.row["ceiling"]) and strategy.row["strategy"] != BASELINE
+    return bool(is_known and math.isfinite(strategy.row["samples_per_second"]))
+
+
+def _ideal_of(strategy: Drawn) -> float:
     """Return the ideal: the speed of ``single`` times the number of devices.  NaN if unknown."""
-    return strategy.summary.ideal if strategy.summary.num_workers > 1 else math.nan
+    return float(strategy.row["ideal"]) if strategy.row["num_workers"] > 1 else math.nan
 
 
 RATE = Column(
@@ -165,10 +172,10 @@ RATE = Column(
 # -- time of one step ----------------------------------------------------------------------
 
 
-def _draw_split(axes: Axes, strategy: Strategy, middle: float) -> str:
+def _draw_split(axes: Axes, strategy: Drawn, middle: float) -> str:
     """Draw the parts of a step.  Hidden communication is drawn hatched, below the backward pass."""
-    split, low = strategy.summary.split, middle - BAR / 2
-    parts = {name: 1000 * seconds for name, seconds in split.parts._asdict().items()}
+    row, low = strategy.row, middle - BAR / 2
+    parts = {name: 1000 * row[f"{name}_seconds"] for name in Parts._fields}
     thickness = BAR * (0.68 if parts["hidden"] > 0 else 1.0)
     left = behind = 0.0
     for name, colour in PART_COLOURS.items():
@@ -178,17 +185,17 @@ def _draw_split(axes: Axes, strategy: Strategy, middle: float) -> str:
         behind = left if name == "backward" else behind
     begin, hidden = max(behind - parts["hidden"], 0.0), {**HIDDEN, "linewidth": 0.8}
     _bar(axes, begin, low, parts["hidden"], BAR - thickness, label="hidden", **hidden)
-    if not split.is_known:
+    if not row["step_seconds"] > 0:
         return ""
-    exposed = split.exposed_share
-    text = f"{number(1000 * split.seconds)} ms"
+    exposed = row["exposed"]
+    text = f"{number(1000 * row['step_seconds'])} ms"
     return text + (f"  {percent(exposed)} exposed" if exposed >= 0.005 else "")
 
 
 SPLIT = Column(
     title="Time of one step, ms",
     draw=_draw_split,
-    reach=lambda strategy: round_up(1000 * strategy.summary.split.seconds * 1.01),
+    reach=lambda strategy: round_up(1000 * strategy.row["step_seconds"] * 1.01),
     share=1.35,
     text_inches=2.12,
     looks={**PART_COLOURS, "hidden": HIDDEN},
@@ -197,21 +204,21 @@ SPLIT = Column(
 # -- ranks ---------------------------------------------------------------------------------
 
 
-def _dead(strategy: Strategy) -> list[int]:
+def _dead(strategy: Drawn) -> list[int]:
     """Return the ranks that died in the latest repeat."""
-    marks = strategy.summary.runs[-1].marks
+    marks = strategy.runs[-1].marks
     return sorted({mark.rank for mark in marks if mark.kind.is_death})
 
 
-def _is_uneven(strategy: Strategy) -> bool:
+def _is_uneven(strategy: Drawn) -> bool:
     """Return True if a rank was slow or died."""
-    times = slowness(strategy.summary.runs[-1].ranks)
+    times = slowness(strategy.runs[-1].ranks)
     return bool(_dead(strategy)) or max(times.values(), default=0.0) >= SLOW
 
 
-def _draw_ranks(axes: Axes, strategy: Strategy, middle: float) -> str:
+def _draw_ranks(axes: Axes, strategy: Drawn, middle: float) -> str:
     """Draw a bar for each rank: its length is the training time.  Slow ranks have darker bars."""
-    latest = strategy.summary.runs[-1]
+    latest = strategy.runs[-1]
     times = slowness(latest.ranks)
     if len(times) < 2:
         return ""
@@ -233,8 +240,8 @@ def _draw_ranks(axes: Axes, strategy: Strategy, middle: float) -> str:
     return f"rank {slowest}: {times[slowest]:.1f}×" if times[slowest] >= SLOW else "even"
 
 
-def _ranks_reach(strategy: Strategy) -> float:
-    ranks = strategy.summary.runs[-1].ranks
+def _ranks_reach(strategy: Drawn) -> float:
+    ranks = strategy.runs[-1].ranks
     return max(rank.seconds for rank in ranks) if len(ranks) > 1 else 0.0
 
 
@@ -251,21 +258,21 @@ RANKS = Column(
 # -- staleness and memory ------------------------------------------------------------------
 
 
-def _draw_staleness(axes: Axes, strategy: Strategy, middle: float) -> str:
+def _draw_staleness(axes: Axes, strategy: Drawn, middle: float) -> str:
     """Draw a histogram of staleness: the number of updates with staleness 0, 1, 2, ..."""
-    counts = staleness_counts(strategy.summary.runs)
+    counts = staleness_counts(strategy.runs)
     if len(counts) == 0:
         return ""
     drawn = counts[: MAX_SHOWN_STALENESS + 1].astype(np.float64)
     drawn[-1] += counts[MAX_SHOWN_STALENESS + 1 :].sum()
     for staleness, top in enumerate(0.84 * drawn / max(drawn.max(), 1.0)):
         _bar(axes, staleness + 0.08, middle - 0.42, 0.84, top, facecolor=strategy.style.colour)
-    return f"median {strategy.summary.staleness_median:g}"
+    return f"median {strategy.row['staleness_median']:g}"
 
 
-def _staleness_reach(strategy: Strategy) -> float:
+def _staleness_reach(strategy: Drawn) -> float:
     """Return the end of the x axis, at least 4.  If staleness is unknown, return 0."""
-    num = len(staleness_counts(strategy.summary.runs))
+    num = len(staleness_counts(strategy.runs))
     return float(min(max(num, 4), MAX_SHOWN_STALENESS + 1)) if num else 0.0
 
 
@@ -273,37 +280,39 @@ STALENESS = Column(
     title="Staleness",
     draw=_draw_staleness,
     reach=_staleness_reach,
-    says=lambda strategies: any(staleness_counts(s.summary.runs)[1:].any() for s in strategies),
+    says=lambda strategies: any(staleness_counts(s.runs)[1:].any() for s in strategies),
     share=0.62,
     text_inches=0.84,
     below=lambda _: "updates by others",
 )
 
 
-def _draw_memory(axes: Axes, strategy: Strategy, middle: float) -> str:
+def _draw_memory(axes: Axes, strategy: Drawn, middle: float) -> str:
     """Draw the memory of the rank that uses the most memory.  An outline shows a GPU's peak."""
-    memory, low, left = strategy.summary.memory, middle - BAR / 2, 0.0
-    for (part, colour), num_bytes in zip(MEMORY_COLOURS.items(), memory, strict=False):
-        _bar(axes, left, low, num_bytes / MB, BAR, facecolor=colour, label=part)
-        left += num_bytes / MB
-    _bar(axes, 0, low, memory.peak / MB, BAR, facecolor="none", edgecolor=MUTED, linewidth=1.0)
-    return size(memory.total) if memory.total else ""
+    row, low, left = strategy.row, middle - BAR / 2, 0.0
+    for (part, colour), name in zip(MEMORY_COLOURS.items(), Memory._fields, strict=False):
+        width = row[f"memory_{name}"] / MB
+        _bar(axes, left, low, width, BAR, facecolor=colour, label=part)
+        left += width
+    peak = row["memory_peak"] / MB
+    _bar(axes, 0, low, peak, BAR, facecolor="none", edgecolor=MUTED, linewidth=1.0)
+    return size(row["memory_total"]) if row["memory_total"] else ""
 
 
-def _memory_differs(strategies: Sequence[Strategy]) -> bool:
+def _memory_differs(strategies: Sequence[Drawn]) -> bool:
     """Return True if a rank of one strategy uses much more memory than a rank of another strategy.
 
     This function ignores ``no-comm`` and ``single``, which has the whole batch on one device.
     """
-    others = [s.summary for s in strategies if not s.summary.name.startswith((BASELINE, CEILING))]
-    totals = [each.memory.total for each in others if each.memory.total]
+    others = [s.row for s in strategies if not s.row["strategy"].startswith((BASELINE, CEILING))]
+    totals = [row["memory_total"] for row in others if row["memory_total"]]
     return max(totals, default=0) > LEAST_DIFFERENCE * min(totals, default=0)
 
 
 MEMORY = Column(
     title="Rank's memory, MB",
     draw=_draw_memory,
-    reach=lambda strategy: round_up(strategy.summary.memory.total / MB * 1.01),
+    reach=lambda strategy: round_up(strategy.row["memory_total"] / MB * 1.01),
     says=_memory_differs,
     share=1.0,
     text_inches=0.92,

@@ -31,7 +31,7 @@ from ddpnb.reports.kit import (
 )
 from ddpnb.reports.style import INK, MUTED, PAPER, PART_COLOURS, RULE, SMALL_POINTS
 from ddpnb.results.comparison import Comparison
-from ddpnb.results.model import COMPUTED, RunSnapshot
+from ddpnb.results.run import COMPUTED, RunSnapshot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

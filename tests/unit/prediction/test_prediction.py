@@ -18,7 +18,7 @@ from ddpnb.protocol.devices import Compute, parse_devices
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import LINKS, parse_link
 from ddpnb.reports.inspection.prediction import PredictionResult
-from ddpnb.results.model import Status
+from ddpnb.results.run import Status
 from ddpnb.results.store import Store
 from ddpnb.session.prediction import measured_in, predicted
 from tests.rank.test_emulation import EXCHANGE, LATENCY, S

@@ -5,24 +5,33 @@ import matplotlib.text
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from ddpnb.protocol.messages import Evaluation, Mark, Memory
 from ddpnb.protocol.notation import Target
+from ddpnb.reports.figures import figure as figures
 from ddpnb.reports.figures.curves import held_out, losses
-from ddpnb.reports.figures.figure import draw
 from ddpnb.reports.formatting import notes, title
+from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.results.comparison import Comparison, overlay
-from ddpnb.results.model import Run
-from ddpnb.results.summary import time_to_target
+from ddpnb.results.frames import strategy_rows, time_to_target
+from ddpnb.results.run import Status
 from tests.unit.results.fake_runs import (
+    KeptRun,
     batch,
     compared,
     ended_run,
     fake_comparison,
     fake_run,
+    run_of,
+    spec,
     step,
 )
+
+
+def draw(comparison: Comparison, options: PlotOptions = EVERYTHING, **state: bool) -> Figure:
+    return figures.draw(comparison, strategy_rows(comparison, options.target), options, **state)
 
 
 def shown_texts(
@@ -88,6 +97,17 @@ def test_negative_losses_are_drawn_and_where_there_is_none_it_is_said():
     assert sum(text.startswith("waiting for") for text in texts) == 2
 
 
+@pytest.mark.parametrize("status", ["running", "stopped", "failed"])
+def test_a_comparison_is_shown_before_its_first_step_and_if_it_ends_there(status: str):
+    run = replace(run_of(spec("ddp")).snapshot(), status=Status(status))
+    comparison = fake_comparison(()).with_runs([run])
+    result = ComparisonResult(comparison, ALL)
+    assert draw(comparison, ALL, is_live=status == "running").axes
+    assert "ddp" in result.text()
+    assert [len(frame) for frame in (result.runs(), result.strategies())] == [1, 1]
+    assert [len(frame) for frame in (result.ratios(), result.steps())] == [0, 0]
+
+
 def test_nan_losses_leave_a_gap_and_a_note():
     comparison = compared(fake_run("single", num_steps=40, nan_from=30))
     line = losses(comparison.runs, "samples")
@@ -97,7 +117,7 @@ def test_nan_losses_leave_a_gap_and_a_note():
 
 
 def test_a_loop_without_samples_is_drawn_against_time_alone():
-    run = Run(run_id="m", name="mine")
+    run = KeptRun(run_id="m", name="mine")
     run.add(batch("m", [step(i, i + 1.0, 2.0 / (i + 1), samples=0) for i in range(20)]))
     assert [len(losses([run.snapshot()], x).x) for x in ("samples", "seconds")] == [0, 20]
     assert draw(compared(run)).axes
@@ -143,7 +163,7 @@ def test_ranks_and_staleness_stand_where_they_say_something():
     assert titles(plain) == LOSSES + ALWAYS
     assert titles(slowed("ddp")) == [*LOSSES, *ALWAYS, "Own work by rank"]
     assert titles(fake_comparison(("single", "async"))) == [*LOSSES, *ALWAYS, "Staleness"]
-    run = Run(run_id="m", name="mine")
+    run = KeptRun(run_id="m", name="mine")
     run.add(batch("m", [step(i, i + 1.0) for i in range(20)]))
     assert titles(compared(run)) == LOSSES
     held = holding(curved(slowed("ddp", "async")), ddp=Memory(20), async_=Memory(20))

@@ -10,7 +10,7 @@ from ddpnb.protocol.messages import Mark, MarkKind, Parts
 from ddpnb.protocol.trace import Span
 from ddpnb.reports.inspection.buckets import DdpInspection, one_by_one
 from ddpnb.reports.inspection.versions import async_inspection, updates_of
-from ddpnb.results.model import RunSnapshot, Status
+from ddpnb.results.run import RunSnapshot, Status
 from tests.unit.results.fake_runs import batch, fake_comparison, header, run_of, spec, step
 
 MS = 1e-3

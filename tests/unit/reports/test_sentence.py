@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from ddpnb.protocol.notation import Target
-from ddpnb.reports.sentence import sentence
-from ddpnb.results.model import Status
+from ddpnb.results.run import Status
+from tests.unit.reports.test_tables import sentence
 from tests.unit.results.fake_runs import compared, ended_run, fake_comparison, fake_run, step
-from tests.unit.results.test_summary import repeated
+from tests.unit.results.test_frames import repeated
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ from tests.unit.results.test_summary import repeated
         (
             {"single": (100, 110, 90), "ddp": (150, 210, 110)},
             "ddp may be faster or slower than single: between 0.87× and 2.64× "
-            "(about 4 repeats would be enough to show 1.52×).",
+            "(if 1.52× is right, --repeats 5 shows a difference with 80 % probability).",
         ),
         (
             {"zero": (1, 1, 1), "ddp": (2, 2, 2)},
@@ -68,7 +68,7 @@ def test_trouble_comes_first_and_emulation_last():
     [
         (0, ""),
         (360, ": 360 samples are too few to tell 96.1 % from 94.7 %"),
-        (10_000, ", with a standard error of 0.2 points (10,000 samples)"),
+        (10_000, ", with a standard error of 0.2 points (10,000 samples) without the seeds"),
     ],
 )
 def test_accuracies_stand_beside_the_error_of_their_samples(num: int, end: str):
@@ -78,8 +78,31 @@ def test_accuracies_stand_beside_the_error_of_their_samples(num: int, end: str):
         for run in comparison.runs
     ]
     found = sentence(comparison.with_runs(runs))
-    accuracies = "held-out accuracy is 96.1 % for single and ddp, and 94.7 % for async"
+    accuracies = "held-out accuracy is 96.1 % for single and ddp, and 94.7 % for async (one seed)"
     assert found.endswith(f"; {accuracies}{end}.")
+
+
+@pytest.mark.parametrize(
+    ("num_seeds", "points", "end"),
+    [
+        (2, 1.0, "(median of 2 seeds): 360 samples are too few to tell 94.5 % from 93.5 %"),
+        (3, 4.0, "interval: -4.0 to -4.0)"),
+        (5, 0.0, "(median of 5 seeds)"),
+        (5, 0.4, ": these seeds show no difference of 0.5 % or more from single"),
+    ],
+)
+def test_accuracies_of_several_seeds_have_intervals_that_include_the_seeds(
+    num_seeds: int, points: float, end: str
+):
+    runs = []
+    for repeat in range(num_seeds):
+        for name, lost in (("single", 0.0), ("async", points / 100)):
+            run = fake_run(name, repeat=repeat, num_steps=20)
+            share = (0.9 + 0.09 * repeat / (num_seeds - 1)) * (1 - lost / 0.945)
+            (first, *_) = run.snapshot().reports
+            run.add_report(replace(first, held_out_accuracy=share, num_held_out=360))
+            runs.append(run)
+    assert f"{end}." in sentence(compared(*runs))
 
 
 def reaching(losses: tuple[float, ...]) -> str:

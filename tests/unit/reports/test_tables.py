@@ -8,17 +8,16 @@ import pytest
 
 from ddpnb.protocol.messages import Evaluating, Memory
 from ddpnb.protocol.notation import Target
-from ddpnb.reports.export.data import runs_frame
-from ddpnb.reports.findings import results_table
 from ddpnb.reports.formatting import duration, number, percent, short, size, tick
 from ddpnb.reports.inspection.advice import advice
 from ddpnb.reports.listing import ranks_table, runs_table
 from ddpnb.reports.progress import progress_of
-from ddpnb.reports.result import five_columns, how_to_read
-from ddpnb.reports.sentence import sentence
+from ddpnb.reports.result import ComparisonResult, five_columns, how_to_read
+from ddpnb.reports.style import PlotOptions
 from ddpnb.reports.table import Cell, Column, Table
 from ddpnb.results.comparison import Comparison
-from ddpnb.results.model import Run, Status
+from ddpnb.results.frames import runs_frame
+from ddpnb.results.run import Run, Status
 from tests.rank.ranks import make_state
 from tests.unit.results.fake_runs import (
     STEP_SECONDS,
@@ -35,6 +34,14 @@ from tests.unit.results.fake_runs import (
 
 SPEEDS = ["strategy", "samples/s", "speed-up"]
 EVIL = "<script>alert('x')</script>"
+
+
+def results_table(comparison: Comparison, target: Target | None = None) -> Table:
+    return ComparisonResult(comparison, PlotOptions(target=target)).table()
+
+
+def sentence(comparison: Comparison, target: Target | None = None) -> str:
+    return ComparisonResult(comparison, PlotOptions(target=target)).sentence()
 
 
 def check_html(html: str) -> None:

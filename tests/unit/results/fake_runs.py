@@ -17,8 +17,9 @@ from ddpnb.protocol.messages import (
     pack_step,
 )
 from ddpnb.results.comparison import Comparison
-from ddpnb.results.model import Run, RunSnapshot, Status
 from ddpnb.results.query import StoredRun
+from ddpnb.results.rows import Records, rows_of, stacked
+from ddpnb.results.run import Run, RunSnapshot, Status
 
 BATCH_SIZE = 256
 NUM_RANKS = 2
@@ -38,8 +39,23 @@ def spec(strategy: str, repeat: int = 0, comparison: str = "digits-1") -> RunSpe
     )
 
 
+class KeptRun(Run):
+    """A run that keeps its steps in memory, because it has no store."""
+
+    def __init__(self, **known: Any) -> None:
+        self.batches: list[EventBatch] = []
+        super().__init__(read_steps=self.read, **known)
+
+    def add(self, batch: EventBatch) -> None:
+        self.batches.append(batch)
+        super().add(batch)
+
+    def read(self) -> Records:
+        return stacked([rows_of(batch) for batch in self.batches])
+
+
 def run_of(run_spec: RunSpec, *, comparison: str = "", created: float = 0.0) -> Run:
-    return Run(
+    return KeptRun(
         run_id=run_spec.run_id,
         name=run_spec.strategy,
         comparison=comparison,

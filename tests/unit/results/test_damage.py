@@ -11,9 +11,9 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Mark, RunReport
 from ddpnb.reports.listing import Details, runs_table
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.results.model import Status
 from ddpnb.results.query import matching
 from ddpnb.results.recorder import Recorder, new_id
+from ddpnb.results.run import Status
 from ddpnb.results.store import FILE_NAME, Store, StoreError
 from tests.unit.results.fake_runs import batch, header, spec, step
 

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from ddpnb.reports.export.data import runs_frame
-from ddpnb.reports.findings import results_table
 from ddpnb.reports.formatting import notes
+from ddpnb.reports.result import ComparisonResult
 from ddpnb.results.comparison import Comparison, magic_of
-from ddpnb.results.model import RunSnapshot, Status
+from ddpnb.results.frames import runs_frame, strategy_rows
+from ddpnb.results.run import RunSnapshot, Status
+from tests.unit.reports.test_tables import results_table
 from tests.unit.results.fake_runs import fake_run
 
 RATES = (0.02, 0.05, 0.1)
@@ -111,3 +112,18 @@ def test_the_table_says_how_the_rates_were_chosen():
     assert "single 0.02: 0.300, 0.05: 0.350, 0.1: diverged; ddp 0.02: 0.400, 0.05: 0.300" in note
     unknown = compared(*[replace(run("ddp", rate, NAN), reports=()) for rate in RATES])
     assert "diverged" not in " ".join(notes(unknown, ()))
+
+
+@pytest.mark.parametrize("num_repeats", [1, 2, 3])
+def test_scores_of_the_repeat_that_chose_the_rate_are_left_out_or_marked(num_repeats: int):
+    """In repeat 1, the samples of the score have also chosen the rate."""
+    runs = [run("ddp", rate, loss) for rate, loss in ((0.02, 0.1), (0.05, 0.2))]
+    runs += [run("ddp", 0.02, 0.5, repeat=repeat) for repeat in range(1, num_repeats)]
+    comparison = compared(*runs)
+    (row,) = strategy_rows(comparison)
+    assert row["held_out_loss"] == (0.5 if num_repeats > 1 else 0.1)
+    assert (row["num_runs"], row["num_scored"]) == (num_repeats, max(num_repeats - 1, 1))
+    said = ComparisonResult(comparison).text()
+    assert ("whose held-out samples chose the learning rate" in said) == (num_repeats == 1)
+    note = "look too good" if num_repeats == 1 else "scores leave out repeat 1"
+    assert note in said

@@ -16,8 +16,8 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.reports.listing import runs_table
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.results import store as store_module
-from ddpnb.results.model import Status
 from ddpnb.results.recorder import Recorder, new_id
+from ddpnb.results.run import Status
 from ddpnb.results.store import FILE_NAME, Store, StoreError
 from tests.unit.results.fake_runs import batch, header, spec, step
 

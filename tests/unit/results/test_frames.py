@@ -1,17 +1,18 @@
 import math
+import random
 from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from ddpnb.protocol.messages import Evaluation, Mark, MarkKind
+from ddpnb.protocol.messages import Evaluation, Mark, MarkKind, Parts
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.results.comparison import overlay
 from ddpnb.results.curve import smoothed
-from ddpnb.results.model import Run, Status
-from ddpnb.results.summary import StrategySummary, samples_per_second, summarise
+from ddpnb.results.frames import Row, strategy_rows
+from ddpnb.results.run import Run, Status
 from tests.unit.results.fake_runs import (
     compared,
     ended_run,
@@ -61,8 +62,8 @@ def result() -> ComparisonResult:
     return ComparisonResult(fake_comparison(()).with_runs(runs))
 
 
-def summaries(result: ComparisonResult, target: Target | None = None) -> dict[str, StrategySummary]:
-    return {each.name: each for each in summarise(result.comparison, target)}
+def rows_of(result: ComparisonResult, target: Target | None = None) -> dict[str, Row]:
+    return {row["strategy"]: row for row in strategy_rows(result.comparison, target)}
 
 
 def geometric(values: pd.Series) -> float:
@@ -76,59 +77,81 @@ def rates_of(result: ComparisonResult) -> pd.Series:
 
 
 def test_speeds_and_their_ratios_follow_from_the_steps(result: ComparisonResult):
-    found, rates = summaries(result), rates_of(result)
-    speed = {name: found[name].samples_per_second for name in found}
-    for name in ("single", "ddp", "async"):
-        assert speed[name].middle == pytest.approx(geometric(rates[name]))
-        assert (speed[name].low, speed[name].high) == (min(rates[name]), max(rates[name]))
-    both = geometric((rates["no-comm"] / rates["single"]).dropna())
-    assert speed["no-comm"].middle == pytest.approx(both * geometric(rates["single"]))
-    for name in ("ddp", "async"):
-        each, ratio = found[name], speed[name].middle / speed["single"].middle
-        assert each.speed_up == pytest.approx(ratio)
-        assert each.efficiency == pytest.approx(ratio / 2)
-        assert each.machine == pytest.approx(speed["no-comm"].middle / speed["single"].middle / 2)
-        assert each.share_of_ceiling == pytest.approx(speed[name].middle / speed["no-comm"].middle)
-        assert each.efficiency == pytest.approx(each.machine * each.share_of_ceiling, rel=1e-12)
-    assert found["ddp"].ideal == found["async"].ideal == 2 * speed["single"].middle
+    found, rates = rows_of(result), rates_of(result)
+    for name, row in found.items():
+        assert row["samples_per_second"] == pytest.approx(geometric(rates[name]))
+        ends = row["samples_per_second_low"], row["samples_per_second_high"]
+        assert ends == (min(rates[name]), max(rates[name])), "only what was measured is shown"
+        ratio = geometric((rates[name] / rates["single"]).dropna())
+        assert row["speed_up"] == pytest.approx(ratio)
+        if name != "single":
+            assert row["efficiency"] == pytest.approx(ratio / 2)
+            parts = row["machine"] * row["communication"]
+            assert row["efficiency"] == pytest.approx(parts, rel=1e-12)
+            assert row["ideal"] == 2 * found["single"]["samples_per_second"]
+            both = geometric((rates["no-comm"] / rates["single"]).dropna())
+            assert row["machine"] == pytest.approx(both / 2)
 
 
 def test_what_a_step_takes_and_sends_follows_from_the_steps(result: ComparisonResult):
-    steps, found = result.steps(), summaries(result)
+    steps, found = result.steps(), rows_of(result)
     for name, each in steps.groupby("strategy"):
         parts = each.filter(like="_seconds").drop(columns="hidden_seconds").mean()
         exposed = (parts.communication_seconds + parts.waiting_seconds) / parts.sum()
-        assert found[name].split.seconds == pytest.approx(parts.sum())
-        assert found[name].split.exposed_share == pytest.approx(exposed)
-        sent = found[name].split.num_bytes_sent
-        assert np.nan_to_num(sent) == pytest.approx(each.num_bytes_sent.mean())
+        assert found[name]["step_seconds"] == pytest.approx(parts.sum())
+        assert np.nan_to_num(found[name]["exposed"]) == pytest.approx(exposed)
+        assert np.nan_to_num(found[name]["bytes_sent_per_step"]) == each.num_bytes_sent.mean()
         stale = each.staleness.dropna()
         if len(stale):
-            assert found[name].staleness_median == stale.median()
-            assert found[name].staleness_max == stale.max()
+            assert found[name]["staleness_median"] == stale.median()
+            assert found[name]["staleness_max"] == stale.max()
 
 
 def test_scores_follow_from_the_evaluations(result: ComparisonResult):
     last = result.evaluations().groupby(["strategy", "repeat"]).last()
-    for name, found in summaries(result).items():
+    for name, found in rows_of(result).items():
         own = last.loc[name]
-        assert found.scores["final loss"].middle == own.final_loss.median()
-        assert found.scores["held-out loss"].middle == own.loss.median()
-        assert found.scores["held-out accuracy"].middle == own.accuracy.median()
-        assert found.scores["held-out f1"].middle == pytest.approx(own.held_out_f1.median())
+        assert found["final_loss"] == own.final_loss.median()
+        assert found["held_out_loss"] == own.loss.median()
+        assert found["held_out_accuracy"] == own.accuracy.median()
+        assert found["held_out_f1"] == pytest.approx(own.held_out_f1.median())
+
+
+def test_the_public_frames_have_the_rows_that_table_and_sentence_use(result: ComparisonResult):
+    runs, strategies = result.runs(), result.strategies()
+    assert len(runs) == len(result.comparison.runs)
+    speeds = runs.groupby("strategy", sort=False).samples_per_second.agg(geometric)
+    assert strategies.set_index("strategy").samples_per_second.to_dict() == pytest.approx(
+        speeds.to_dict()
+    )
+    assert strategies.num_runs.sum() == len(runs)
+    ratio = result.ratios().set_index(["quantity", "strategy"]).ratio
+    own = strategies.set_index("strategy").speed_up
+    for name in ("ddp", "async"):
+        assert ratio["samples_per_second", name] == pytest.approx(own[name])
+
+
+def test_numbers_of_steps_keep_their_digits():
+    draw = random.Random(0)
+    seconds = [
+        float(np.float32(round(draw.uniform(0, 10 ** draw.randint(-6, 3)), 6))) for _ in range(200)
+    ]
+    steps = [replace(step(i, 1.0), parts=Parts(forward=each)) for i, each in enumerate(seconds)]
+    found = ComparisonResult(compared(ended_run("single", steps))).steps().forward_seconds
+    assert found.tolist() == [pytest.approx(float(f"{each:.7g}"), rel=1e-15) for each in seconds]
 
 
 def test_when_a_loss_was_reached_follows_from_the_steps():
     result = ComparisonResult(fake_comparison(("single", "ddp"), num_steps=300))
-    reached = summaries(result, Target(value=0.5))
+    reached = rows_of(result, Target(value=0.5))
     for run in result.comparison.runs:
         found = reached[run.name]
         steps = result.steps()
         updates = steps[steps.strategy == run.name].groupby("step")
         at = int(np.argmax(smoothed(run.curve) <= 0.5))
         ends, samples = updates.seconds.max().tolist(), updates.num_samples.sum().cumsum().tolist()
-        assert ends[at - 1] <= found.seconds_to_target.middle <= ends[at]
-        assert samples[at - 1] <= found.samples_to_target.middle <= samples[at]
+        assert ends[at - 1] <= found["seconds_to_target"] <= ends[at]
+        assert samples[at - 1] <= found["samples_to_target"] <= samples[at]
 
 
 def test_a_repeat_that_misses_the_target_is_worse_than_any():
@@ -138,10 +161,10 @@ def test_a_repeat_that_misses_the_target_is_worse_than_any():
     runs = [run("single", repeat, 0.1) for repeat in range(5)]
     runs += [run("ddp", repeat, 0.1 if repeat < 3 else 0.9) for repeat in range(5)]
     runs += [run("zero", repeat, 0.1 if repeat < 2 else 0.9) for repeat in range(5)]
-    single, ddp, zero = summarise(compared(*runs), Target(value=0.5))
-    assert [each.num_missed_target for each in (single, ddp, zero)] == [0, 2, 3]
-    assert (ddp.seconds_to_target.middle, ddp.seconds_to_target.high) == (1.0, math.inf)
-    assert zero.seconds_to_target.middle == math.inf
+    single, ddp, zero = strategy_rows(compared(*runs), Target(value=0.5))
+    assert [each["num_missed_target"] for each in (single, ddp, zero)] == [0, 2, 3]
+    assert (ddp["seconds_to_target"], ddp["seconds_to_target_high"]) == (1.0, math.inf)
+    assert zero["seconds_to_target"] == math.inf
 
 
 def test_steps_that_a_death_lost_are_noted():
@@ -149,8 +172,8 @@ def test_steps_that_a_death_lost_are_noted():
     died = replace(run, marks=(Mark(rank=1, seconds=0.9, kind=MarkKind.DIED),))
     on_purpose = replace(died, spec=replace(run.spec, kill=("1@100ms",)))
     for each, is_noted in ((died, True), (on_purpose, False)):
-        (ddp,) = summarise(fake_comparison(()).with_runs([each]))
-        assert ("this rank's last half second" in ddp.notes[0]) == is_noted
+        (ddp,) = strategy_rows(fake_comparison(()).with_runs([each]))
+        assert ("this rank's last half second" in ddp["notes"][0]) == is_noted
 
 
 def test_speed_up_is_over_the_devices_and_the_single_of_its_own_comparison():
@@ -159,13 +182,14 @@ def test_speed_up_is_over_the_devices_and_the_single_of_its_own_comparison():
     ddp = replace(ddp, run_id="shared", header=replace(ddp.header, num_devices=1))
     fast = [replace(run, comparison="other", run_id=run.name) for run in (single, ddp)]
     slow = timed("single", (4.0,), 1).snapshot()
-    found = {s.key: s for s in summarise(fake_comparison(()).with_runs([slow, *fast]))}
+    rows = strategy_rows(fake_comparison(()).with_runs([slow, *fast]))
+    found = {(row["comparison"], row["strategy"]): row for row in rows}
     both = found["other", "ddp"]
-    assert both.speed_up == both.efficiency == pytest.approx(1.0)
-    assert both.ideal == found["other", "single"].samples_per_second.middle
-    (alone,) = summarise(fake_comparison(()).with_runs([ddp]))
-    assert math.isnan(alone.speed_up)
-    assert math.isnan(alone.efficiency)
+    assert both["speed_up"] == both["efficiency"] == pytest.approx(1.0)
+    assert both["ideal"] == found["other", "single"]["samples_per_second"]
+    (alone,) = strategy_rows(fake_comparison(()).with_runs([ddp]))
+    assert math.isnan(alone["speed_up"])
+    assert math.isnan(alone["efficiency"])
 
 
 def test_a_ceiling_is_as_fast_as_if_all_workers_were_as_slow_as_the_slowest():
@@ -175,9 +199,9 @@ def test_a_ceiling_is_as_fast_as_if_all_workers_were_as_slow_as_the_slowest():
     ]
     added, asked = (replace(spec("no-comm"), is_ceiling=is_added) for is_added in (True, False))
     ceiling = ended_run(added, *steps).snapshot()
-    assert samples_per_second(ceiling) == 2 * 100 / 4
+    assert ceiling.samples_per_second == 2 * 100 / 4
     assert ceiling.curve.samples.tolist() == [200], "steps of only one rank must not count"
-    assert samples_per_second(ended_run(asked, *steps).snapshot()) == 400 / 4
+    assert ended_run(asked, *steps).snapshot().samples_per_second == 400 / 4
 
 
 def test_what_is_wrong_with_a_run_is_noted():
@@ -185,14 +209,14 @@ def test_what_is_wrong_with_a_run_is_noted():
     bad.end(Status.FAILED, "rank 0 was killed")
     short, diverged = timed("ddp", (3.9,)), fake_run("async", num_steps=20, nan_from=17)
     empty = run_of(spec("zero"), comparison="digits-1")
-    single, ddp, async_, zero = summarise(compared(good, bad, short, diverged, empty))
-    assert single.samples_per_second.middle == pytest.approx(25.0), "the failed run must not count"
-    assert single.notes == ("failed: rank 0 was killed",)
-    assert (single.is_short, ddp.is_short) == (False, True)
-    assert async_.num_diverged == 6
-    assert "6 losses were NaN or infinite" in async_.notes
-    assert math.isnan(zero.samples_per_second.middle)
-    assert zero.status == "running"
+    single, ddp, async_, zero = strategy_rows(compared(good, bad, short, diverged, empty))
+    assert single["samples_per_second"] == pytest.approx(25.0), "the failed run must not count"
+    assert single["notes"] == ("failed: rank 0 was killed",)
+    assert (single["is_short"], ddp["is_short"]) == (False, True)
+    assert async_["num_diverged"] == 6
+    assert "6 losses were NaN or infinite" in async_["notes"]
+    assert math.isnan(zero["samples_per_second"])
+    assert zero["status"] == "running"
 
 
 def test_overlaying_keeps_each_run_once_and_what_is_shared():
@@ -207,5 +231,5 @@ def test_overlaying_keeps_each_run_once_and_what_is_shared():
 def test_nothing_is_measured_against_a_run_that_is_under_way():
     ended, under_way = fake_run("ddp", num_steps=60), fake_run("single", num_steps=60, share=0.5)
     for baseline, known in ((under_way, False), (fake_run("single", num_steps=60), True)):
-        ddp, _ = summarise(compared(ended, baseline))
-        assert math.isfinite(ddp.speed_up) == known
+        ddp, _ = strategy_rows(compared(ended, baseline))
+        assert math.isfinite(ddp["speed_up"]) == known

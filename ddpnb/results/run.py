@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, final
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ddpnb.protocol.messages import (
     NO_STALENESS,
     Evaluating,
+    Evaluation,
     EventBatch,
     Mark,
     Parts,
@@ -21,11 +22,22 @@ from ddpnb.protocol.messages import (
     RunReport,
     RunSpec,
 )
-from ddpnb.results.curve import Curve, complete_steps, curve_of, with_waiting
-from ddpnb.results.rows import Records, rows_of, stacked
+from ddpnb.results.curve import Curve, complete_steps, curve_of, end_of, waiting_seconds
+from ddpnb.results.rows import EVENT, Records, stacked, with_ends
 
 GROWTH = 1 / 200
 """During training, a snapshot is computed again as soon as this share of the steps is new."""
+
+KEPT = np.dtype(
+    [
+        *(("seconds", "<f8"), ("loss", "<f8"), ("num_samples", "<i8"), ("step", "<i4")),
+        *(("rank", "<i4"), ("communication", "<f4")),
+    ]
+)
+"""The fields of each step that stay in memory."""
+
+SUMMED = (*Parts._fields, "num_bytes_sent")
+WAITING = SUMMED.index("waiting")
 
 COMPUTED = ("data", "forward", "backward", "optimizer")
 """The parts of a step that do not depend on other ranks."""
@@ -72,8 +84,7 @@ class RankTotals:
 class RunSnapshot:
     """The state of a run at one time, for plots, tables and the store.
 
-    The measured fields are computed from the steps.  While synchronous ranks train, a step counts
-    only if every rank has reported it.
+    The measured fields are computed from the steps.  The steps themselves stay in the store.
     """
 
     run_id: str
@@ -96,14 +107,24 @@ class RunSnapshot:
     curve: Curve = field(default_factory=Curve)
     """The curve of the training loss."""
     ranks: tuple[RankTotals, ...] = ()
-    events: Records = field(default_factory=lambda: stacked(()))
-    """One row per step, read-only, in order of arrival.  After the run, each rank's last step ends
-    at the time that the rank reported."""
+    last: Mapping[str, float] = field(default_factory=dict)
+    """The end of the curve of each logged number, by name, once the run is over."""
+    read_steps: Callable[[], Records] = lambda: stacked(())
+    """A function that reads the run's steps from the store."""
     reports: tuple[RunReport, ...] = ()
     marks: tuple[Mark, ...] = ()
     """Events such as the death of a rank, in order of arrival."""
     evaluating: Evaluating | None = None
     """Progress of the models' evaluation; None if no evaluation has begun, or if unknown."""
+
+    @property
+    def events(self) -> Records:
+        """One row per step, read from the store, in order of arrival.
+
+        After the run, each rank's last step ends at the time that the rank reported.
+        """
+        rows = self.read_steps()
+        return rows if self.is_running else with_ends(rows, self.reports)
 
     @property
     def num_events(self) -> int:
@@ -119,6 +140,22 @@ class RunSnapshot:
     def seconds(self) -> float:
         """Training seconds of the rank with the longest training time."""
         return max((rank.seconds for rank in self.ranks), default=0.0)
+
+    @property
+    def samples_per_second(self) -> float:
+        """The number of samples, divided by the slowest worker's seconds; NaN if unknown.
+
+        For a ceiling, all workers train for the same time.  Each worker counts as fast as the
+        slowest.  During training, only the steps in the curve count.
+        """
+        if self.is_running:
+            done = [(each[-1]) for each in (self.curve.samples, self.curve.seconds) if len(each)]
+            samples, seconds = done or (0.0, 0.0)
+        elif self.is_ceiling and (workers := [each for each in self.ranks if each.seconds]):
+            return len(workers) * min(each.num_samples / each.seconds for each in workers)
+        else:
+            samples, seconds = self.num_samples, self.seconds
+        return float(samples / seconds) if seconds > 0 and samples else math.nan
 
     @property
     def repeat(self) -> int:
@@ -142,6 +179,32 @@ class RunSnapshot:
         return next((value for value in values if not math.isnan(value)), math.nan)
 
     @property
+    def metrics(self) -> Mapping[str, float]:
+        """The held-out values of the cell's ``metric`` function, by name."""
+        return {k: value for each in self.reports for k, value in each.held_out_metrics.items()}
+
+    @property
+    def evaluations(self) -> tuple[Evaluation, ...]:
+        """The held-out evaluations, if any.  The last evaluation is of the trained model."""
+        found = next((report.evaluations for report in self.reports if report.evaluations), ())
+        if not found or self.status is not Status.FINISHED:
+            return found
+        before = tuple(each for each in found if each.num_samples < self.num_samples)
+        return before + self.trained_model
+
+    @property
+    def trained_model(self) -> tuple[Evaluation, ...]:
+        """The evaluation of the trained model; empty if the model was not evaluated."""
+        last = Evaluation(
+            num_samples=self.num_samples,
+            seconds=self.seconds,
+            loss=self.reported("held_out_loss"),
+            accuracy=self.reported("held_out_accuracy"),
+        )
+        is_judged = any(report.num_held_out for report in self.reports)
+        return (last,) if is_judged or not math.isnan(last.loss) else ()
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """The notes in the header and in the ranks' reports."""
         reported = (note for report in self.reports for note in report.notes)
@@ -162,7 +225,8 @@ class RunSnapshot:
 class Run:
     """Collects the steps of one run.  Snapshots are computed from these steps and never change.
 
-    During training, a synchronous step counts only if every rank has reported the step.
+    A run keeps 36 bytes of each step for the curve, and each rank's sums of all other fields.
+    During training, a synchronous step counts in the curve only if every rank has reported it.
 
     Args:
         known: the fields of ``RunSnapshot`` that are known before the first step.
@@ -170,9 +234,13 @@ class Run:
 
     def __init__(self, **known: Any) -> None:
         self._now = RunSnapshot(**known)
-        self._rows: list[Records] = []
-        self._num_rows = 0
-        self._num_measured = 0
+        self._kept = bytearray()
+        self._metrics: dict[str, list[tuple[int, float]]] = {}
+        """The index of the row and the value of each logged number, by name."""
+        self._sums: dict[int, Records] = {}
+        """Each rank's sums of ``parts`` and bytes."""
+        self._staleness = np.zeros(0, dtype=np.int64)
+        self._num_rows = self._num_measured = 0
         self._is_settled = False
         """True if the run is over and its last snapshot has been computed."""
         self._lock = threading.Lock()  # one thread adds steps, other threads take snapshots
@@ -185,9 +253,19 @@ class Run:
     def add(self, batch: EventBatch) -> None:
         """Add a batch of events."""
         assert batch.run_id == self.run_id, (batch.run_id, self.run_id)
+        rows = np.frombuffer(batch.rows, dtype=EVENT)
         with self._lock:
-            self._rows.append(rows_of(batch))
-            self._num_rows += batch.num_steps
+            for index, name, value in batch.metrics:
+                self._metrics.setdefault(name, []).append((self._num_rows + index, value))
+            self._kept += rows[list(KEPT.names or ())].astype(KEPT).tobytes()
+            self._num_rows += len(rows)
+            sums = [rows[name].sum(dtype=np.float64) for name in SUMMED]
+            self._sums[batch.rank] = self._sums.get(batch.rank, 0.0) + np.array(sums)
+            stale = np.bincount(rows["staleness"][rows["staleness"] != NO_STALENESS])
+            counts = np.zeros(max(len(stale), len(self._staleness)), dtype=np.int64)
+            for each in (stale, self._staleness):
+                counts[: len(each)] += each
+            self._staleness = counts
             self._set(
                 header=batch.header or self._now.header,
                 marks=self._now.marks + batch.marks,
@@ -211,104 +289,74 @@ class Run:
         with self._lock:
             has_grown = self._num_rows * (1 - GROWTH) > self._num_measured
             if has_grown or not (self._now.is_running or self._is_settled):
-                self._rows = [stacked(self._rows)]
                 self._num_measured = self._num_rows
                 self._is_settled = not self._now.is_running
-                self._now = _measured(self._now, self._rows[0])
+                self._now = self._measured()
             return self._now
 
     def _set(self, **changes: Any) -> None:
         self._now = replace(self._now, **changes)
         self._is_settled = False
 
+    def _measured(self) -> RunSnapshot:
+        """Compute the run's curve and counts and the ranks' totals from the kept rows."""
+        run, header = self._now, self._now.header
+        if run.is_running and header is None and run.spec is not None:
+            return run  # without a header, the kind of the steps is unknown
+        every = np.frombuffer(self._kept, dtype=KEPT)
+        if not run.is_running:
+            every = with_ends(every, run.reports)
+        rows, is_synchronous = every, header is not None and header.synchronous
+        if header is not None and is_synchronous and run.is_running:
+            rows = complete_steps(every, header.num_ranks or header.num_workers)
+        drawn = complete_steps(rows, len(np.unique(rows["rank"]))) if run.is_ceiling else rows
+        is_bad = ~np.isfinite(rows["loss"])
+        if run.spec is not None:  # a worker without samples in a step has no loss
+            is_bad &= rows["num_samples"] > 0
+        last = {}
+        for name, pairs in self._metrics.items() if not run.is_running else ():
+            values = np.full(len(every), np.nan)
+            values[[index for index, _ in pairs]] = [value for _, value in pairs]
+            last[name] = end_of(curve_of(every, header, values))
+        return replace(
+            run,
+            num_bad=int(np.count_nonzero(is_bad)),
+            staleness=self._staleness,
+            curve=curve_of(drawn, header),
+            last=last,
+            ranks=self._totals(every, rows if is_synchronous else every[:0]),
+        )
 
-def _measured(run: RunSnapshot, rows: Records) -> RunSnapshot:
-    """Compute the run's curve and counts and the ranks' totals from the rows; return the run."""
-    header = run.header
-    if not run.is_running:
-        rows = _with_ends(rows, run.reports)
-    rows.flags.writeable = False
-    run = replace(run, events=rows)
-    if run.is_running and header is None and run.spec is not None:
-        return run  # without a header, the kind of the steps is unknown
-    is_synchronous = header is not None and header.synchronous
-    if header is not None and is_synchronous and run.is_running:
-        rows = complete_steps(rows, header.num_ranks or header.num_workers)
-    drawn = complete_steps(rows, len(np.unique(rows["rank"]))) if run.is_ceiling else rows
-    is_bad = ~np.isfinite(rows["loss"])
-    if run.spec is not None:  # a worker without samples in a step has no loss
-        is_bad &= rows["num_samples"] > 0
-    timed = with_waiting(rows) if is_synchronous else rows
-    return replace(
-        run,
-        num_bad=int(np.count_nonzero(is_bad)),
-        staleness=np.bincount(rows["staleness"][rows["staleness"] != NO_STALENESS]),
-        curve=curve_of(drawn, header),
-        ranks=tuple(
-            _totals(rank, timed[timed["rank"] == rank]) for rank in np.unique(rows["rank"]).tolist()
-        ),
-    )
+    def _totals(self, every: Records, together: Records) -> tuple[RankTotals, ...]:
+        """Return the totals of each rank.
 
-
-def _with_ends(rows: Records, reports: tuple[RunReport, ...]) -> Records:
-    """Return a copy in which each rank's last step ends at the time that the rank reported."""
-    rows = rows.copy()
-    for report in reports:
-        own = np.flatnonzero(rows["rank"] == report.rank)
-        if len(own) and report.seconds > rows["seconds"][own].max():  # False for a NaN report
-            rows["seconds"][own[np.argmax(rows["seconds"][own])]] = report.seconds
-    return rows
-
-
-def _totals(rank: int, rows: Records) -> RankTotals:
-    """Return the totals over all steps of a rank."""
-    return RankTotals(
-        rank=rank,
-        num_steps=len(rows),
-        num_samples=int(rows["num_samples"].sum()),
-        seconds=float(rows["seconds"].max()),
-        parts=Parts(*(float(rows[name].sum(dtype=np.float64)) for name in Parts._fields)),
-        num_bytes_sent=int(rows["num_bytes_sent"].sum()),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSplit:
-    """The mean step of one worker of a strategy, in seconds."""
-
-    parts: Parts = field(default_factory=Parts)
-    num_bytes_sent: float = math.nan
-    """Bytes that one worker sent in one step."""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of the whole step; hidden communication adds no time."""
-        return sum(self.parts) - self.parts.hidden
-
-    @property
-    def is_known(self) -> bool:
-        """True if the ranks reported the time of at least one part."""
-        return self.seconds > 0
-
-    @property
-    def exposed_share(self) -> float:
-        """Share of the step in which a worker exchanges tensors or waits for other ranks."""
-        if not self.is_known:
-            return math.nan
-        return (self.parts.communication + self.parts.waiting) / self.seconds
-
-
-def step_split(runs: Sequence[RunSnapshot]) -> StepSplit:
-    """Return the mean step over all ranks and repeats."""
-    ranks = [rank for run in runs for rank in run.ranks if rank.num_steps]
-    num_steps = sum(rank.num_steps for rank in ranks)
-    if num_steps == 0:
-        return StepSplit()
-    totals = np.sum([rank.parts for rank in ranks], axis=0) / num_steps
-    sent = sum(rank.num_bytes_sent for rank in ranks)
-    return StepSplit(
-        parts=Parts(*totals.tolist()), num_bytes_sent=sent / num_steps if sent else math.nan
-    )
+        Args:
+            every: the kept rows of all steps.
+            together: the rows of the synchronous steps that every rank has reported.
+        """
+        if any(each[WAITING] for each in self._sums.values()):
+            together = together[:0]  # the strategy itself has measured the waiting
+        waited = waiting_seconds(together)
+        made = []
+        for rank, sums in sorted(self._sums.items()):
+            is_own = every["rank"] == rank
+            if not is_own.any():
+                continue
+            *parts, num_bytes = sums.tolist()
+            waiting = float(waited[together["rank"] == rank].sum())
+            whole = Parts(*parts)
+            totals = RankTotals(
+                rank=rank,
+                num_steps=int(np.count_nonzero(is_own)),
+                num_samples=int(every["num_samples"][is_own].sum()),
+                seconds=float(every["seconds"][is_own].max()),
+                parts=whole._replace(
+                    communication=whole.communication - waiting, waiting=whole.waiting + waiting
+                ),
+                num_bytes_sent=int(num_bytes),
+            )
+            made.append(totals)
+        return tuple(made)
 
 
 def slowness(ranks: Sequence[RankTotals]) -> dict[int, float]:
