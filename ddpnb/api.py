@@ -9,6 +9,7 @@ from typing import Any
 
 from IPython.display import Code, display
 
+from ddpnb.cluster.group import ensure_group
 from ddpnb.declaration import magic, public
 from ddpnb.hosts.spec import HostsSpec
 from ddpnb.prediction.predict import Question
@@ -418,7 +419,7 @@ def show_collective(
         raise UserError("--save works only with a trace: %ddp_show trace --save FILE.")
     cluster, chosen = this_session().free_cluster(), read_options(CollectiveSpec, choices)
     spec = CollectiveSpec(name=name, ranks=parse_ranks(ranks, len(cluster.ranks)), **chosen)
-    cluster.ensure_group()
+    ensure_group(cluster)
     found = ask(cluster, calls.show_collective(spec))
     return CollectiveResult(spec, [each for rank in spec.ranks if (each := found[rank])])
 

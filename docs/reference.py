@@ -26,7 +26,8 @@ MESSAGES = {
         "cluster/placement.py: check_num_ranks place_ranks _choose_backend",
     ),
     "Why does a cell not run?": (
-        "cluster/cluster.py: require require_idle ensure_group",
+        "cluster/cluster.py: require require_idle",
+        "cluster/group.py: ensure_group",
         "session/session.py: _refuse_if_training",
         "session/variables.py: pull send",
         "rank/torchrun.py: _check refuse_launchers",

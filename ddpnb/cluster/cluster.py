@@ -3,7 +3,6 @@
 import contextlib
 import signal
 import threading
-import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
@@ -15,17 +14,10 @@ from ddpnb.cluster.call import CALL_TIMEOUT_SECONDS, Call, Timeouts
 from ddpnb.cluster.interrupts import Interrupted, noted_interrupts
 from ddpnb.cluster.link import Exit, Member, Service
 from ddpnb.cluster.placement import ClusterSpec, Placement, rank_settings
-from ddpnb.cluster.processes import (
-    LocalProcesses,
-    Preload,
-    Processes,
-    StartProcesses,
-    wait_until,
-)
-from ddpnb.cluster.wording import deaths, describe_silent, restart, say, sentence, them
+from ddpnb.cluster.processes import LocalProcesses, Preload, Processes, StartProcesses
+from ddpnb.cluster.wording import deaths, restart, say, sentence, them
 from ddpnb.compat.probe import missing_features
-from ddpnb.protocol.calls import Result, calls
-from ddpnb.protocol.cell_messages import StaleVariable
+from ddpnb.protocol.calls import Result
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 from ddpnb.protocol.notation import spoken_ranks
@@ -42,9 +34,6 @@ if TYPE_CHECKING:
 
 SIGNAL_SECONDS = 1.0
 """Maximum time that a new call waits until earlier interrupts have been sent."""
-FREE_SECONDS = 10.0
-"""Maximum time to wait until ranks stop forming a group, for example because a rank has died."""
-FREE_AGAIN_SECONDS = 0.5
 
 
 class Cluster:
@@ -69,15 +58,15 @@ class Cluster:
         """True if this kernel has ended the cluster."""
         self.supervised: list[Call] = []
         """Calls in progress that a ``Watch`` supervises."""
-        self.generation = 0
-        """The number of the current process group.  The first group has number 0."""
         self.survivors: set[int] = set()
         """Ranks that ddpnb has killed.  While one of them lives, the cluster is unusable."""
-        self._is_aborted = False
+        self.generation = 0
+        """The number of the current process group.  The first group has number 0."""
+        self.is_aborted = False
         """True if the process group is aborted, so collectives cannot be called."""
-        self._is_checked = False
+        self.is_checked = False
         """True if torch compares the ranks' collectives at each call."""
-        self._aborts: dict[int, Future[Any]] = {}
+        self.aborts: dict[int, Future[Any]] = {}
         """Maps each rank to a future that is done once the rank has aborted its process group."""
         self._client: EngineClient | None = None
         self._interrupts: list[Future[Any]] = []
@@ -252,83 +241,22 @@ class Cluster:
         """Kill ranks."""
         self.processes.signal(ranks, signal.SIGKILL)
 
-    # -- the process group -----------------------------------------------------------
-
     def abort(self, ranks: Collection[int]) -> None:
         """Release ranks from the collectives that they wait in, and abort the process group."""
-        self._is_aborted = True
+        self.is_aborted = True
         for rank in set(ranks) & set(self.living):
             neighbours = self.placement.ranks_of(self.placement.host_of[rank])
             peers = [self.states[each].pid for each in neighbours if each != rank]
-            self._aborts[rank] = self.processes.command(rank, RankCommand.ABORT, peers)
-
-    def ensure_group(self, *, is_checked: bool = False) -> dict[StaleVariable, list[int]]:
-        """Form a new process group unless the old group is usable and has the same ``is_checked``.
-
-        While a rank is dead, no group is formed, and the ranks continue without a group.  If
-        ``is_checked``, torch compares the ranks' collectives at each call.
-
-        Returns:
-            Each variable that still refers to the old group, with the ranks that have the variable.
-
-        Raises:
-            UserError: a rank runs a cell, or no group could be formed although all ranks are alive.
-        """
-        is_fit = not self._is_aborted and self._is_checked == is_checked
-        if is_fit or self.lost or self.living != self.ranks:
-            return {}
-        self.require_idle(self.ranks)
-        self._begin_generation()
-        call = self.submit(calls.form_group(self.generation, is_checked), self.ranks)
-        try:
-            found = call.results()
-        except BaseException as error:
-            self._free(call)
-            if not isinstance(error, RuntimeError | TimeoutError):
-                raise
-            if self.living != self.ranks:  # a rank died: continue without a group
-                return {}
-            raise UserError(
-                f"The ranks could not form a process group: {error}. Run the cell again to retry, "
-                "or run %ddp_restart to start new ranks."
-            ) from error
-        self._is_aborted, self._is_checked = False, is_checked
-        stale: dict[StaleVariable, list[int]] = {}
-        for rank, variables in zip(self.ranks, found, strict=True):
-            for each in variables:
-                stale.setdefault(each, []).append(rank)
-        return stale
-
-    def bring_back(self, ranks: Sequence[int]) -> dict[StaleVariable, list[int]]:
-        """Restart ranks in a new process group; the other ranks keep their variables.
-
-        Returns the result of ``ensure_group``.  Raises UserError if one of the ranks dies again.
-        If another rank runs a cell, this method raises UserError and does not end any rank.
-        """
-        self.require_idle(set(self.ranks) - set(ranks))
-        with noted_interrupts():
-            self.kill(ranks)
-            try:
-                wait_until(
-                    lambda: not set(ranks) & set(self.living), CALL_TIMEOUT_SECONDS, "not ended"
-                )
-            except TimeoutError:
-                self.survivors |= set(ranks)
-                raise UserError(self.remedy()) from None
-            for rank in {*ranks, *self.dead}:  # more ranks may have died meanwhile
-                self.restart_alone(rank)
-            stale = self.ensure_group()
-            self.require(ranks)
-            return stale
+            self.aborts[rank] = self.processes.command(rank, RankCommand.ABORT, peers)
 
     def restart_alone(self, rank: int) -> None:
         """Restart a dead rank without a process group, and return at once.
 
         Once the rank is no longer ``starting``, ``ensure_group`` can form a new group.
         """
-        self._is_aborted = True
+        self.is_aborted = True
         self.survivors.discard(rank)
-        self._aborts.pop(rank, None)
+        self.aborts.pop(rank, None)
         self.start_rank(rank, generation=None)
 
     @property
@@ -433,31 +361,3 @@ class Cluster:
 
         progress(f"{num_ranks} ranks are forming a process group")
         client.wait_for(is_ready)
-
-    def _begin_generation(self) -> None:
-        """Choose the number of a new process group.  The group is unusable until all ranks join.
-
-        First, wait for all aborts, because a late abort would close the new group's connections.
-        """
-
-        def late() -> list[int]:
-            return [rank for rank in self.living if rank in aborts and not aborts[rank].done()]
-
-        aborts = self._aborts
-        try:
-            wait_until(lambda: not late(), CALL_TIMEOUT_SECONDS, "not left")
-        except TimeoutError:
-            ranks = late()
-            text = f"{describe_silent(ranks)}. Run {restart(ranks)} to restart {them(ranks)}"
-            raise UserError(sentence(text)) from None
-        aborts.clear()
-        self.generation += 1
-        self._is_aborted = True
-
-    def _free(self, call: Call) -> None:
-        """Release the ranks that wait to form a group, and wait until all ranks return."""
-        deadline = time.monotonic() + FREE_SECONDS
-        while call.running and time.monotonic() < deadline:
-            self.abort(self.living)  # repeated, because an abort may arrive before the call
-            with contextlib.suppress(RuntimeError, TimeoutError):
-                call.results(FREE_AGAIN_SECONDS)

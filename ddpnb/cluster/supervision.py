@@ -159,10 +159,7 @@ class Watch:
         return "; ".join([*causes, *(f"rank {f.rank} failed: {f.name}: {f.text}" for f in own)])
 
     def _attend_to_hang(self, now: float) -> None:
-        """Release ranks that wait for each other without end; after some attempts, kill them.
-
-        Also tell the user which ranks do not answer.
-        """
+        """Release ranks that wait for each other without end, or kill them.  Name silent ranks."""
         waiting = self._hangs.poll(now)
         if notice := self._hangs.notice():
             self.notify(notice)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ddpnb.cluster.call import CallEvent, Lost, Output, OutputEnded
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.group import ensure_group
 from ddpnb.cluster.supervision import Watch
 from ddpnb.cluster.wording import say
 from ddpnb.output.cell_output import CellOutput
@@ -86,7 +87,7 @@ class RunningCell(Background):
         """True if the user can answer prompts of the debugged rank."""
         self._live: Live | None = None
         self._output = CellOutput(ranks, self._appear)
-        warn_stale(cluster.ensure_group(is_checked=options.check))
+        warn_stale(ensure_group(cluster, is_checked=options.check))
         self._dead = cluster.dead
         """The ranks that were dead when the cell began.  Collectives need these ranks too."""
         self._watch = Watch(

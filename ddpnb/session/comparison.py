@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.group import ensure_group
 from ddpnb.output.cell_output import PrintedLines
 from ddpnb.protocol.calls import calls
 from ddpnb.protocol.catalogue import BASELINE, CEILING, STRATEGIES
@@ -106,7 +107,7 @@ def _check_each(
             f"Checking strategy {number} of {len(by_strategy)}, {name}: model, data and one step "
             f"on {counted(len(cluster.ranks), 'rank')} ..."
         )
-        warn_stale(cluster.ensure_group())  # the last check may have released slow ranks
+        warn_stale(ensure_group(cluster))  # the last check may have released slow ranks
         try:
             found = ask(cluster, calls.validate(each), printed=printed)
             _check_sizes(found)

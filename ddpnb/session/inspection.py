@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.group import ensure_group
 from ddpnb.protocol.calls import calls
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.inspection import InspectSpec
@@ -86,7 +87,7 @@ def inspect_step(cluster: Cluster, spec: InspectSpec, training: TrainingSpec) ->
         raise UserError("A single rank sends nothing. Run %ddp_restart -n 2, then inspect again.")
     task = None if spec.model else RunSpec(run_id=new_id(), strategy="ddp", **asdict(training))
     spec = replace(spec, task=task, devices=with_devices(cluster, training).emulated)
-    warn_stale(cluster.ensure_group())
+    warn_stale(ensure_group(cluster))
     found = ask(cluster, calls.find_inspected(spec))
     shapes = {rank: list(each.items()) for rank, (each, _) in found.items()}
     if others := sorted(rank for rank, each in shapes.items() if each != shapes[0]):

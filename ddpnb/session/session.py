@@ -11,6 +11,7 @@ from IPython.core.getipython import get_ipython
 
 from ddpnb.cluster.call import Call
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.group import bring_back
 from ddpnb.cluster.interrupts import noted_interrupts
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.processes import Preload, preload
@@ -304,7 +305,7 @@ class Session:
         asked, before = parse_ranks(ranks, len(cluster.ranks)), cluster.states
         chosen = sorted({*asked, *cluster.dead})
         progress(f"restarting {spoken_ranks(chosen)}")
-        warn_stale(cluster.bring_back(chosen))
+        warn_stale(bring_back(cluster, chosen))
         new = [
             now.rank for was, now in zip(before, cluster.states, strict=True) if was.pid != now.pid
         ]

@@ -9,7 +9,7 @@ from typing import Any, final
 
 from ddpnb.cluster.call import CallEvent, Output, Returned
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.recovery import RankRecovery
+from ddpnb.cluster.group import bring_back, ensure_group
 from ddpnb.cluster.supervision import Watch
 from ddpnb.cluster.wording import them
 from ddpnb.output.cell_output import PrintedLines
@@ -27,6 +27,7 @@ from ddpnb.session.background import Background
 from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.errors import CellInterrupt, HangError, RankError, error_of, kept, warn_stale
 from ddpnb.session.machine import OtherPrograms, disturbance
+from ddpnb.session.recovery import RankRecovery
 from ddpnb.session.variables import pull
 
 STOP_INTERVAL_SECONDS = 0.3
@@ -136,7 +137,7 @@ class RunningComparison(Background):
         return True
 
     def _train(self, spec: RunSpec) -> None:
-        warn_stale(self.cluster.ensure_group())
+        warn_stale(ensure_group(self.cluster))
         self.recorder.begin(spec.run_id, spec.strategy, spec)
         survives = self.checked[spec.strategy].survives_deaths
         dispensable = self.cluster.ranks[1:] if survives else ()
@@ -197,7 +198,7 @@ class RunningComparison(Background):
         if not dead or self.cluster.lost is not None:
             return False
         try:
-            warn_stale(self.cluster.bring_back(dead))
+            warn_stale(bring_back(self.cluster, dead))
         except UserError as error:
             if not self.cluster.spans_hosts:
                 raise

@@ -3,6 +3,7 @@ from collections.abc import Iterator
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.group import bring_back
 from tests.cluster.rig import DYNAMO, started
 from tests.cluster.two_hosts import TwoHosts, two_hosts
 
@@ -18,7 +19,7 @@ def forked() -> Iterator[Cluster]:
 def cluster(forked: Cluster) -> Cluster:
     """Two living ranks. Ranks that an earlier test killed are restarted first."""
     if forked.dead:
-        forked.bring_back(forked.dead)
+        bring_back(forked, forked.dead)
     return forked
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from ddpnb.cluster.call import CallEvent, Output, Timeouts
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.group import ensure_group
 from ddpnb.cluster.supervision import Watch
 from ddpnb.hosts.processes import start_cluster
 from ddpnb.hosts.spec import HostsSpec
@@ -128,7 +129,7 @@ def begin(
     on_event: Callable[[CallEvent], None] = lambda _: None,
 ) -> Ended:
     """Send a cell to ranks. Call ``finish`` to supervise the cell until it ends."""
-    cluster.ensure_group(is_checked=is_checked)
+    ensure_group(cluster, is_checked=is_checked)
     printed: dict[int, str] = {}
 
     def handle(event: CallEvent) -> None:

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.group import bring_back, ensure_group
 from ddpnb.hosts import processes, ssh
 from ddpnb.protocol.errors import UserError
 from ddpnb.results.run import RunSnapshot
@@ -74,7 +75,7 @@ def cluster(two_each) -> Iterator[Cluster]:
     for rank in two_each.dead:
         print(f"rank {rank}:", two_each.exits[rank].log)
     if two_each.dead:
-        two_each.bring_back(two_each.dead)
+        bring_back(two_each, two_each.dead)
     assert rig.total(two_each) == [4.0] * 4
 
 
@@ -117,7 +118,7 @@ def test_strangers_change_nothing(cluster, hosts):
     rig.knock([(hosts.address("a"), port) for port in ports], times=1000)
     assert rig.total(cluster) == [4.0] * 4
     cluster.abort(cluster.ranks)
-    cluster.ensure_group()  # the store still answers too
+    ensure_group(cluster)  # the store still answers too
 
 
 TRAINED = {"source": CELL, "num_epochs": 2, "batch_size": 40}
@@ -184,7 +185,7 @@ def test_a_rank_that_dies_is_replaced_and_its_log_is_here(cluster):
     ended = rig.run(cluster, "import os, sys\nif rank == 2: os.abort()\ndist.barrier()")
     assert "SIGABRT" in ended.lost[2]
     assert "Fatal Python error: Aborted" in cluster.exits[2].last_words
-    cluster.bring_back([2])
+    bring_back(cluster, [2])
     assert rig.pull(cluster, "kept", ranks=[0, 1, 3]) == [0, 1, 3]
 
 

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.group import bring_back, ensure_group
 from ddpnb.hosts.processes import start_cluster
 from ddpnb.hosts.spec import HostsSpec
 from ddpnb.protocol.errors import UserError
@@ -107,7 +108,7 @@ def test_strangers_change_nothing_and_no_key_is_to_be_seen(cluster):
     rig.knock([(address, port) for port in {*ports, *listening}], times=3000)
     assert rig.total(cluster) == [4.0] * 4
     cluster.abort(cluster.ranks)  # closes connections between hosts, but not to engines
-    cluster.ensure_group()
+    ensure_group(cluster)
     assert rig.total(cluster) == [4.0] * 4
     secrets = [v.encode() for name, v in content.items() if "key" in name and v]
     assert len(secrets) >= 2
@@ -137,7 +138,7 @@ def test_a_job_that_is_cancelled_ends_its_ranks_and_stop_leaves_nothing(slurm):
         rig.finish(cell)
         assert set(cell.lost) == {0, 1}
         with pytest.raises(UserError, match="%ddp_restart"):
-            cluster.bring_back([0])
+            bring_back(cluster, [0])
     rig.wait_until_gone([each for each in started() if each not in earlier])
 
 

@@ -15,6 +15,7 @@ import pytest
 import ddpnb
 from ddpnb.cluster.client import EngineClient
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.group import bring_back
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.compat import ipyparallel_internals
 from ddpnb.protocol.calls import calls
@@ -84,7 +85,7 @@ drawn = random.random(), numpy.random.rand(), torch.rand(1).item()
 def test_every_rank_draws_other_random_numbers(cluster: Cluster):
     assert not rig.run(cluster, DRAW).failures
     numbers = rig.pull(cluster, "drawn")
-    cluster.bring_back([1])
+    bring_back(cluster, [1])
     assert not rig.run(cluster, DRAW, ranks=[1]).failures
     numbers += rig.pull(cluster, "drawn", ranks=[1])
     assert [len(set(drawn)) for drawn in zip(*numbers, strict=True)] == [3, 3, 3]
@@ -101,8 +102,8 @@ def test_a_rank_that_dies_again_at_its_restart_is_named(cluster: Cluster, monkey
     with monkeypatch.context() as patch:
         patch.setattr(Cluster, "restart_alone", lambda _, rank: restart_and_kill(rank))
         with pytest.raises(UserError, match=r"SIGKILL\. Run %ddp_restart --ranks 1"):
-            cluster.bring_back([1])
-    cluster.bring_back([1])
+            bring_back(cluster, [1])
+    bring_back(cluster, [1])
     assert rig.total(cluster) == [2.0] * 2
 
 

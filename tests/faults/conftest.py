@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.group import bring_back
 from tests.cluster.rig import DYNAMO, EIGHTH, run, started
 
 SETUP = """
@@ -37,7 +38,7 @@ def three(three_ranks: Cluster) -> Iterator[Cluster]:
     """Like ``three_ranks``. After each test, all ranks must sum and live ranks keep variables."""
     yield three_ranks
     if dead := three_ranks.dead:
-        three_ranks.bring_back(dead)
+        bring_back(three_ranks, dead)
         assert not run(three_ranks, SETUP, ranks=dead).failures
     check_they_go_on(three_ranks)
 

@@ -6,6 +6,7 @@ import signal
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.group import ensure_group
 from ddpnb.protocol.processes import process_log
 from ddpnb.session.errors import failures_of
 from tests.cluster.rig import begin, finish, run, wait_until
@@ -90,7 +91,7 @@ def test_a_rank_that_dies_while_a_call_is_sent_is_named(three: Cluster, monkeypa
         wait_until(lambda: 2 in three.exits, "the rank's death")
         return submit(*arguments)
 
-    three.ensure_group()
+    ensure_group(three)
     monkeypatch.setattr(three.client, "submit", submit_late)
     cell = begin(three, "kept")
     monkeypatch.undo()

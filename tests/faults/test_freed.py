@@ -3,6 +3,7 @@
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.group import ensure_group
 from ddpnb.protocol.cell_messages import StaleVariable
 from tests.cluster.rig import pull, run
 
@@ -72,7 +73,7 @@ def test_what_is_tied_to_a_group_that_was_cut_is_named(three: Cluster):
         ("zero", "ZeroRedundancyOptimizer"),
         ("everyone", "ProcessGroup"),
     }
-    found = three.ensure_group()
+    found = ensure_group(three)
     assert {stale for stale, ranks in found.items() if ranks == list(three.ranks)} >= everywhere
     assert found[StaleVariable("alone", "DistributedDataParallel")] == [0]
     assert not {"plain", "nets[1]", "sharded.1.0"} & {stale.name for stale in found}

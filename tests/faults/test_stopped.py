@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.group import bring_back
 from ddpnb.protocol.errors import UserError
 from tests.cluster.rig import (
     ALL_REDUCE,
@@ -76,7 +77,7 @@ def test_a_restart_of_a_stopped_rank_keeps_the_others(three: Cluster) -> None:
     process = psutil.Process(three.states[1].pid)
     process.suspend()
     wait_until(lambda: process.status() == psutil.STATUS_STOPPED, "the rank to stop")
-    three.bring_back([1])
+    bring_back(three, [1])
     assert not process.is_running()
     assert not run(three, SETUP, ranks=[1]).failures
 
@@ -133,7 +134,7 @@ def test_a_cluster_with_a_stopped_service_names_the_restart_that_helps(
             patch.setattr("ddpnb.cluster.client.START_TIMEOUT_SECONDS", 1.0)
             advice = r"restart it again, or %ddp_restart to restart all"
             with pytest.raises(UserError, match=advice):
-                cluster.bring_back([2])
+                bring_back(cluster, [2])
         controller.resume()
         wait_until(lambda: not cluster.starting, "rank 2")
         server, *others = processes_of(cluster)
@@ -146,7 +147,7 @@ def test_a_cluster_with_a_stopped_service_names_the_restart_that_helps(
         server.resume()
         wait_until(lambda: cluster.dead == (0, 1, 2), "the end of the killed ranks")
         assert cluster.lost is None
-        assert not cluster.bring_back([0, 1, 2])
+        assert not bring_back(cluster, [0, 1, 2])
         assert not run(cluster, ALL_REDUCE).failures
         server.suspend()
         cluster.stop()

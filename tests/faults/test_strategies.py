@@ -14,6 +14,7 @@ import pytest
 
 from ddpnb.cluster.call import CallEvent, Returned
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.group import ensure_group
 from ddpnb.cluster.supervision import Watch
 from ddpnb.protocol.calls import calls
 from ddpnb.protocol.catalogue import STRATEGIES
@@ -72,7 +73,7 @@ def kept(cluster: Cluster) -> Iterator[None]:
     pids = pull(cluster, "__import__('os').getpid()")
     yield
     assert not cluster.exits
-    cluster.ensure_group()
+    ensure_group(cluster)
     assert pull(cluster, "__import__('os').getpid()") == pids
     assert pull(cluster, "kept") == [[0], [1]]
     assert not [path.name for path in cluster.folder.iterdir() if path.suffix in OF_A_RUN]
@@ -141,7 +142,7 @@ def test_to_cut_the_group_frees_whoever_waits(cluster, tmp_path, strategy, is_be
         is_late = f"    if rank == 1: Path({str(marker)!r}).touch(); {SLEEPS}\n"
         source = spec.source.replace("def model():\n", f"def model():\n{is_late}")
         spec = replace(spec, source=source)
-    cluster.ensure_group()
+    ensure_group(cluster)
     freed: list[float] = []
 
     def handle(event: CallEvent) -> None:

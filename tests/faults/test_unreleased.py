@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.group import bring_back
 from ddpnb.session.errors import error_of, render_error
 from tests.cluster.rig import EIGHTH, run, started
 from tests.faults.conftest import SETUP, check_they_go_on
@@ -47,6 +48,6 @@ def test_ranks_that_wait_are_killed_and_the_others_go_on(
     assert lines[0].startswith("RankError: rank 0 failed: ZeroDivisionError") == (failed == [0])
     assert "killed" in lines[-1]
     assert "Run %ddp_restart --ranks" in lines[-1]
-    cluster.bring_back(cluster.dead)
+    bring_back(cluster, cluster.dead)
     run(cluster, SETUP)
     check_they_go_on(cluster)

@@ -44,10 +44,11 @@ def with_two_ranks(kernel: Kernel) -> Kernel:
     assert kernel.run(
         f"""
 import os
+from ddpnb.cluster.group import bring_back
 from ddpnb.session.session import this_session
 cluster = this_session()._cluster
 if cluster is not None and not cluster.lost and len(cluster.ranks) == 2 and cluster.dead == (1,):
-    cluster.bring_back([1])
+    bring_back(cluster, [1])
 if cluster is None or len(cluster.ranks) != 2 or cluster.living != cluster.ranks or cluster.lost:
     this_session().stop()
     os.environ.update({DYNAMO})
