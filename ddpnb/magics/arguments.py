@@ -69,6 +69,8 @@ def arguments(name: str, line: str, cell: str = "") -> tuple[list[str], dict[str
         elif key == "source":
             own = cell if cell.startswith("%%") else f"# %%{name} {line}\n{cell}"
             choices["source"] = own if cell.strip() else ""
+        elif key in choices and (option := declared.arguments[key]).kind is int:
+            choices[key] = option.read(option.flag, choices[key])
     return several, choices
 
 
@@ -162,8 +164,6 @@ def _settings(option: Option, parameter: Parameter | None) -> dict[str, Any]:
     settings: dict[str, Any] = {"default": SUPPRESS, "help": about}
     if option.value_kind is bool:
         return settings | {"action": f"store_{str(not default).lower()}"}
-    if parameter is not None and option.kind is int:
-        settings["type"] = int
     if not option.flag.startswith("-"):
         if parameter is not None and parameter.kind is Parameter.VAR_POSITIONAL:
             return settings | {"nargs": "*"}

@@ -55,7 +55,7 @@ def test_a_script_without_a_shell_gets_a_sentence_instead_of_magics():
         ddpnb.load_ipython_extension(None)
 
 
-def test_the_public_names_are_the_twins_of_the_magics():
+def test_the_public_names_are_documented_and_no_module_hides_one():
     assert set(dir(ddpnb)) == set(ddpnb.__all__)
     for name in set(ddpnb.__all__) - {"log"}:
         assert getattr(ddpnb, name).__doc__
