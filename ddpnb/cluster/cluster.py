@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from ddpnb.cluster.call import CALL_TIMEOUT_SECONDS, Call, Timeouts
 from ddpnb.cluster.interrupts import Interrupted, noted_interrupts
 from ddpnb.cluster.link import Exit, Member, Service
 from ddpnb.cluster.placement import ClusterSpec, Placement, rank_settings
-from ddpnb.cluster.processes import LocalProcesses, Preload, Processes, StartProcesses
+from ddpnb.cluster.processes import LocalProcesses, Processes, StartProcesses
 from ddpnb.cluster.wording import deaths, restart, say, sentence, them
 from ddpnb.compat.probe import missing_features
 from ddpnb.protocol.calls import Result
@@ -42,10 +41,8 @@ class Cluster:
     processes: Processes
     placement: Placement
 
-    def __init__(self, spec: ClusterSpec, folder: Path, home: Path) -> None:
+    def __init__(self, spec: ClusterSpec, home: Path) -> None:
         self.spec = spec
-        self.folder = folder
-        self.profile = folder / "profile"
         self.home = home
         """The working folder in which cells start, on every rank."""
         self.work_folder = home
@@ -82,28 +79,24 @@ class Cluster:
         cls,
         spec: ClusterSpec,
         progress: Callable[[str], None] = lambda _: None,
-        start_processes: StartProcesses | None = None,
-        preload: Preload | None = None,
+        start_processes: StartProcesses = LocalProcesses,
     ) -> "Cluster":
         """Start a cluster, and return it once every rank has finished an all-reduce.
 
         ``progress`` is called with a short description of each phase.  ``start_processes`` starts
-        the processes on the hosts in ``spec``.  By default, they start on this host, if possible
-        with the fork server of ``preload``.
+        the processes on the hosts in ``spec``.
 
         Raises UserError if the hosts cannot run this cluster, or if a process failed.
         """
         home = working_folder()
         with noted_interrupts(), contextlib.ExitStack() as undo:
-            server = preload.take() if preload else None
-            if server is not None:
-                undo.callback(server.stop, timeout=0)
-            cluster = cls(spec, server.folder if server else private_folder(), home)
-            undo.callback(remove_folder, cluster.folder)
-            start_processes = start_processes or partial(LocalProcesses, server=server)
+            cluster, folder = cls(spec, home), private_folder()
+            undo.callback(remove_folder, folder)
             try:
-                cluster.processes = start_processes(spec, cluster.folder, cluster.note_exit)
+                cluster.processes = start_processes(spec, folder, cluster.note_exit)
                 undo.callback(cluster.stop)
+                if cluster.folder != folder:  # the fork server was there already
+                    remove_folder(folder)
                 cluster._start_ranks(progress)
             except UserError:
                 raise
@@ -116,6 +109,11 @@ class Cluster:
         return cluster
 
     # -- the ranks and their state ---------------------------------------------------
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self.processes.server.folder
 
     @property
     def states(self) -> tuple[RankState, ...]:
@@ -353,7 +351,7 @@ class Cluster:
         num_ranks = self.placement.num_ranks
         for rank in range(num_ranks):
             self.start_rank(rank, generation=self.generation)
-        self._client = client = EngineClient(self.profile, self._require_started)
+        self._client = client = EngineClient(self.folder / "profile", self._require_started)
 
         def is_ready() -> bool:
             self._require_started()

@@ -82,7 +82,7 @@ class ForkServerLink:
         """Set once the fork server has ended."""
         self._pipe = pipe
         self._socket = limit_waits(pipe)
-        self._on_exit = on_exit
+        self.on_exit = on_exit
         self._on_end = on_end
         self._is_stopping = False
         self._answers: dict[int, Future[Any]] = {}
@@ -168,4 +168,4 @@ class ForkServerLink:
 
     def _note(self, exit_: Exit) -> None:
         if not self._is_stopping:
-            self._on_exit(exit_)
+            self.on_exit(exit_)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpnb.cluster.call import START_TIMEOUT_SECONDS
-from ddpnb.cluster.interrupts import raise_if_interrupted
+from ddpnb.cluster.interrupts import noted_interrupts, raise_if_interrupted
 from ddpnb.cluster.link import Exit, ForkServerLink, Service
 from ddpnb.cluster.placement import (
     ClusterSpec,
@@ -50,13 +50,10 @@ OnExit = Callable[[Exit], None]
 """Function that another thread calls when a process has ended unexpectedly."""
 
 
-def torch_environment(num_threads: int) -> dict[str, str]:
-    """Return the environment variables that must be set before torch is imported.
-
-    ``num_threads`` is the number of threads per rank.
-    """
+def torch_environment() -> dict[str, str]:
+    """Return the environment variables that must be set before torch is imported."""
     return {
-        "OMP_NUM_THREADS": str(num_threads),
+        "OMP_NUM_THREADS": "1",  # each rank sets its own number
         "TORCH_FR_BUFFER_SIZE": str(RECORDED_CALLS),
         "DDPNB_PRELOAD": os.environ.get("DDPNB_PRELOAD", ""),
     }
@@ -72,18 +69,16 @@ class ForkServerProcess:
         environment: Mapping[str, str],
         address: str = "",
         ports: Sequence[int] = (),
-        *,
         preloads: bool = False,
     ) -> None:
         """Start the fork server.  The fork server removes the run folder ``folder`` when it ends.
 
         Engines on other hosts reach the controller at the ``address`` and ``ports`` of this host.
-        If ``preloads``, the fork server imports torch while no other program needs the core.
+        If ``preloads``, the fork server imports torch at once, while no program needs the cores.
         """
         pipe, theirs = Pipe()
         arguments = controller_arguments(folder / "profile", address, ports)
-        words = [str(theirs.fileno()), str(folder), str(int(preloads)), *arguments]
-        self.on_exit = on_exit
+        words = [str(theirs.fileno()), str(folder), "preloads" * preloads, *arguments]
         self.folder = folder
         self._server = subprocess.Popen(
             [sys.executable, "-m", "ddpnb.forkserver.server", *words],
@@ -95,15 +90,10 @@ class ForkServerProcess:
         )
         theirs.close()
         self.pid = self._server.pid
-        self.link = ForkServerLink(
-            pipe, on_exit=lambda exit_: self.on_exit(exit_), on_end=self._note_end
-        )
+        self.link = ForkServerLink(pipe, on_exit=on_exit, on_end=self._note_end)
 
     def stop(self, timeout: float = STOP_TIMEOUT_SECONDS) -> None:
-        """End the fork server and its children, and wait until they end; may be called twice.
-
-        After ``timeout`` seconds, the fork server and its children are killed.
-        """
+        """End all processes, and kill them after ``timeout`` seconds; may be called twice."""
         self.link.begin_stop()
         try:
             self._server.wait(timeout)
@@ -115,7 +105,7 @@ class ForkServerProcess:
 
     def _note_end(self) -> None:
         self._kill_group()
-        self.on_exit(Exit(member=Service.FORK_SERVER, code=self._server.wait()))
+        self.link.on_exit(Exit(member=Service.FORK_SERVER, code=self._server.wait()))
         remove_folder(self.folder)
 
     def _kill_group(self) -> None:
@@ -126,43 +116,46 @@ class ForkServerProcess:
 
 
 class Preload:
-    """A fork server that imports torch before the user starts ranks."""
+    """The fork server that imports torch before the user starts ranks, if there is one."""
 
-    def __init__(self) -> None:
-        """Start the fork server; raise OSError, RuntimeError or UserError if this is impossible."""
-        self._exits: list[Exit] = []
-        self._surroundings = surroundings()
-        usual = place_ranks(ClusterSpec(device="cpu"), [Host(num_cores=num_cores())])
-        environment = torch_environment(usual.num_threads)
-        self.server = ForkServerProcess(
-            private_folder(), self._exits.append, environment, preloads=True
-        )
+    server: ForkServerProcess | None = None
 
-    def take(self) -> ForkServerProcess | None:
-        """Return the fork server; if it has lost a process or is outdated, end it, return None."""
-        is_over = self.server.link.is_over.is_set()
-        if not is_over and not self._exits and self._surroundings == surroundings():
-            return self.server
+    @noted_interrupts()
+    def start(self) -> None:
+        """Start the fork server, unless it is running, impossible or turned off."""
+        is_off = portable() or "0" in os.environ.get("DDPNB_PRELOAD", "").split()
+        if is_off or self.server is not None:
+            return
+        self.exits: list[Exit] = []
+        with contextlib.suppress(OSError, RuntimeError, UserError):  # the start reports the error
+            self._inherited = inherited()
+            self.server = ForkServerProcess(
+                private_folder(), self.exits.append, torch_environment(), preloads=True
+            )
+
+    def take(self, on_exit: OnExit) -> ForkServerProcess | None:
+        """Return the fork server for a cluster.  If it is outdated or damaged, stop it."""
+        server = self.server
+        if server is not None and not self.exits and self._inherited == inherited():
+            self.server, server.link.on_exit = None, on_exit
+            return server
         self.stop()
         return None
 
     def stop(self) -> None:
-        """Kill the fork server at once, because it has no ranks; may be called twice."""
-        self.server.stop(timeout=0)
+        """Kill the fork server, which has no ranks; may be called twice."""
+        if self.server is not None:
+            self.server.stop(timeout=0)
+            self.server = None
 
 
-def surroundings() -> object:
-    """Return the properties that processes inherit from the kernel when they are started."""
+preload = Preload()
+"""The early import of this kernel."""
+
+
+def inherited() -> object:
+    """Return the kernel's properties that new processes inherit."""
     return dict(os.environ), working_folder(), os.sched_getaffinity(0)
-
-
-def preload() -> Preload | None:
-    """Start to import torch.  Return None without an error if this is impossible or turned off."""
-    if portable() or "0" in os.environ.get("DDPNB_PRELOAD", "").split():
-        return None
-    with contextlib.suppress(OSError, RuntimeError, UserError):  # the start reports the error
-        return Preload()
-    return None
 
 
 class Processes(abc.ABC):
@@ -220,17 +213,8 @@ StartProcesses = Callable[[ClusterSpec, Path, OnExit], Processes]
 class LocalProcesses(Processes):
     """The fork server of this host and its children."""
 
-    def __init__(
-        self,
-        spec: ClusterSpec,
-        folder: Path,
-        on_exit: OnExit,
-        server: ForkServerProcess | None = None,
-    ) -> None:
-        """Start the fork server; raise UserError if this host cannot run the cluster.
-
-        If there is already a ``server``, use it.
-        """
+    def __init__(self, spec: ClusterSpec, folder: Path, on_exit: OnExit) -> None:
+        """Start the fork server; raise UserError if this host cannot run the cluster."""
         if sys.platform == "win32":
             raise UserError("ddpnb does not run on Windows itself. Use WSL 2 on Windows.")
         self._spec = spec
@@ -240,16 +224,11 @@ class LocalProcesses(Processes):
         # The first DDP or optimizer imports torch's compiler, which takes 1 s of a core and 66 MB.
         # If there are more ranks than cores, the fork server does this once for all ranks.
         num_on_cpu = planned.devices.count("cpu") if planned else 0
-        is_crowded = num_on_cpu > (cores := num_cores())
-        num_threads = planned.num_threads if planned else spec.num_threads or max(1, int(cores))
-        environment = torch_environment(num_threads)
-        self.server = server or ForkServerProcess(folder, on_exit, environment)
-        self.server.on_exit = on_exit
+        more = "torch._dynamo" if num_on_cpu > num_cores() else ""
+        taken = preload.take(on_exit)
+        self.server = taken or ForkServerProcess(folder, on_exit, torch_environment())
         self.prepared = self.server.link.request(
-            KernelRequest.PREPARE,
-            counts_gpus=may_use_gpus,
-            package=own_package(),
-            imports_compiler=is_crowded,
+            KernelRequest.PREPARE, counts_gpus=may_use_gpus, package=own_package(), more=more
         )
 
     def place(self, progress: Callable[[str], None]) -> Placement:

@@ -67,7 +67,7 @@ ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 COUNT_SECONDS = 30.0
 """Maximum seconds to wait until the GPU driver has reported the number of GPUs."""
 COMPILER_SECONDS = 1.5
-"""Seconds without a request after which a preloading fork server also imports torch's compiler."""
+"""Seconds without a request after which the fork server also imports torch's compiler early."""
 LOG_BYTES = 16_384
 """Maximum number of bytes of a log that the kernel receives when a process has ended."""
 
@@ -99,10 +99,7 @@ class ForkServer:
         }
 
     def run(self, controller_arguments: list[str], *, preloads: bool = False) -> None:
-        """Serve the kernel until it ends.  Without ``controller_arguments``, run no controller.
-
-        If ``preloads``, import the ranks' modules before the kernel asks for ranks.
-        """
+        """Serve the kernel until it ends.  Without ``controller_arguments``, run no controller."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self.on_sigterm)
         os.environ[MARK] = str(self.folder)  # the fork server of another host has no mark yet
@@ -153,11 +150,11 @@ class ForkServer:
         sys.exit(0)
 
     def preload(self) -> None:
-        """Import the ranks' modules.  Import torch's compiler only while the kernel is quiet."""
+        """Import the ranks' modules early.  Import torch's compiler if the kernel stays quiet."""
         with contextlib.suppress(Exception):  # the kernel gets the error when it asks for ranks
             preload(counts_gpus=False)
             if not self.kernel.poll(COMPILER_SECONDS):
-                preload(counts_gpus=False, imports_compiler=True)
+                preload(counts_gpus=False, more="torch._dynamo")
 
     def start_rank(self, *, rank: int, settings: Frame) -> int:
         """Start a rank and return its process id; raise OSError if the system cannot start it."""
@@ -312,22 +309,21 @@ def end_of(log: Path) -> str:
         return ""
 
 
-def preload(*, counts_gpus: bool = True, package: str = "", imports_compiler: bool = False) -> int:
+def preload(*, counts_gpus: bool = True, package: str = "", more: str = "") -> int:
     """Import the modules that every rank needs, and return the number of this host's GPUs.
 
-    Forked ranks share the memory of these modules.  ``DDPNB_PRELOAD`` names further modules,
-    separated by spaces.  Ranks that are not forked import the modules themselves.  Without
+    Forked ranks share the memory of these modules.  ``DDPNB_PRELOAD`` and ``more`` name further
+    modules, separated by spaces.  Ranks that are not forked import the modules themselves.  Without
     ``counts_gpus``, the number of GPUs is 0.  If ``package``, the notebook's ddpnb, is not the one
-    that this process imports, raise UserError.  The first DDP or optimizer needs torch's compiler.
+    that this process imports, raise UserError.
     """
     if package not in ("", own := own_package()):
         raise UserError(f"The notebook has {package}, but ranks find {own}. Restart the kernel.")
     leave_debugger_out()
     if not portable():
         gc.disable()
-        names = ["ddpnb.rank.calls", *os.environ.get("DDPNB_PRELOAD", "").split()]
-        names += ["torch._dynamo"] if imports_compiler else []
-        for name in (each for each in names if each != "0"):  # 0 turns off the early import only
+        names = f"ddpnb.rank.calls {os.environ.get('DDPNB_PRELOAD', '')} {more}".split()
+        for name in (each for each in names if each != "0"):  # 0 turns off the early import
             importlib.import_module(name)
     gc.enable()
     gc.freeze()
@@ -356,7 +352,7 @@ def num_gpus() -> int:
 def main(kernel_fd: str, folder: str, preloads: str, *controller_arguments: str) -> None:
     """Run the fork server for the kernel at the other end of a socket."""
     server = ForkServer(kernel=Connection(int(kernel_fd)), folder=Path(folder))
-    server.run(list(controller_arguments), preloads=bool(int(preloads)))
+    server.run(list(controller_arguments), preloads=bool(preloads))
 
 
 if __name__ == "__main__":

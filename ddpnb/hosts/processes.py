@@ -19,9 +19,11 @@ from ddpnb.cluster.placement import ClusterSpec, Host, Placement, place_ranks
 from ddpnb.cluster.processes import (
     STOP_TIMEOUT_SECONDS,
     ForkServerProcess,
+    LocalProcesses,
     OnExit,
-    Preload,
     Processes,
+    StartProcesses,
+    preload,
     result_of,
     torch_environment,
     wait_for_file,
@@ -39,17 +41,11 @@ MAX_CLOCK_SECONDS = 5.0
 """Maximum difference between a host's clock and this host's clock, in seconds."""
 
 
-def start_cluster(
-    spec: ClusterSpec,
-    progress: Callable[[str], None] = lambda _: None,
-    preload: Preload | None = None,
-) -> Cluster:
+def start_cluster(spec: ClusterSpec, progress: Callable[[str], None] = lambda _: None) -> Cluster:
     """Start ranks on this host, or on the hosts that the spec names; see ``Cluster.start``."""
-    if not (isinstance(spec, HostsSpec) and spec.is_remote):
-        return Cluster.start(spec, progress, preload=preload)
-    if preload is not None:
-        preload.stop()
-    return Cluster.start(spec, progress, HostProcesses)
+    is_remote = isinstance(spec, HostsSpec) and spec.is_remote
+    start_processes: StartProcesses = HostProcesses if is_remote else LocalProcesses
+    return Cluster.start(spec, progress, start_processes)
 
 
 class HostProcesses(Processes):
@@ -58,13 +54,13 @@ class HostProcesses(Processes):
     def __init__(self, spec: ClusterSpec, folder: Path, on_exit: OnExit) -> None:
         """Start the controller and the relays; raise UserError if they cannot be started."""
         assert isinstance(spec, HostsSpec)
+        preload.stop()
         self._spec = spec
         self._folder = folder
         self._home = working_folder()
         self._on_exit = on_exit
         self._hosts: list[RemoteHost] = []
         self._is_placed = False
-        self._environment: dict[str, str] = {}
         self.prepared = Future()
         self.prepared.set_result(0)  # the agents start the ranks
         self._starter = (LaunchedHosts if spec.is_launched else SshHosts)(spec, folder)
@@ -85,11 +81,6 @@ class HostProcesses(Processes):
         self._check(self._hosts)
         self._check_links()
         progress("importing torch")
-        shares = [
-            max(1, int(host.report["num_cores"] // (host.size or host.report["num_cores"])))
-            for host in self._hosts
-        ]
-        self._environment = torch_environment(self._spec.num_threads or min(shares))
         self._prepare(self._hosts)
         port = self._hosts[0].report["master_port"]
         names = ("address", "interface", "num_cores", "num_gpus")
@@ -191,7 +182,7 @@ class HostProcesses(Processes):
         """Let agents import torch, and send them the connection file of the controller."""
         path = self._folder / "profile/security/ipcontroller-engine.json"
         wait_for_file(path, self._require_controller)
-        fields = {"environment": self._environment, "connection": json.loads(path.read_text())}
+        fields = {"environment": torch_environment(), "connection": json.loads(path.read_text())}
         found = self._ask(hosts, KernelRequest.PREPARE, START_TIMEOUT_SECONDS, **fields)
         for host, num_gpus in zip(hosts, found, strict=True):
             host.report["num_gpus"] = num_gpus

@@ -7,6 +7,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 
 from ddpnb import api
+from ddpnb.cluster.processes import preload
 from ddpnb.course.checking import check_exercise
 from ddpnb.declaration import MAGICS, adapter, magic
 from ddpnb.hosts.spec import HostsSpec
@@ -142,13 +143,13 @@ def _exercise(number: str = "") -> str:
 
 def load(shell: InteractiveShell) -> None:
     """Register the magics and their completion, and start to import torch for the ranks."""
-    session = this_session()
     for each in MAGICS.values():
         shell.magics_manager.register_function(function_of(each), each.kind, each.name)
     Completion(shell).install()
     if removed := remove_leftovers():
         print(f"Removed files of {counted(len(removed), 'crashed cluster')}: {removed[0].name} ...")
-    session.preload()
+    if this_session().num_ranks is None:
+        preload.start()
 
 
 def unload(shell: InteractiveShell) -> None:

@@ -14,7 +14,7 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.group import bring_back
 from ddpnb.cluster.interrupts import noted_interrupts
 from ddpnb.cluster.placement import ClusterSpec
-from ddpnb.cluster.processes import Preload, preload
+from ddpnb.cluster.processes import preload
 from ddpnb.cluster.wording import say, sentence, them
 from ddpnb.hosts.processes import start_cluster
 from ddpnb.protocol.calls import Result
@@ -61,8 +61,6 @@ class Session:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self._cluster: Cluster | None = None
-        self._preload: Preload | None = None
-        """The fork server that imports torch before the user starts ranks."""
         self._background: list[Background] = []
         """Cells and comparisons started in the background; some may have ended."""
         self.last_training: TrainingSpec | None = None
@@ -105,13 +103,6 @@ class Session:
         return cluster
 
     @noted_interrupts()
-    def preload(self) -> None:
-        """Start to import torch in the background, unless a cluster is running."""
-        if self._cluster is None and self._preload is None:
-            self._preload = preload()
-            atexit.register(self.stop)
-
-    @noted_interrupts()
     def start(self, spec: ClusterSpec, *, progress: OnProgress = lambda _: None) -> Table:
         """Start the ranks if no cluster is running; return the table of ranks."""
         cluster = self._cluster
@@ -120,8 +111,7 @@ class Session:
         else:
             if cluster is not None:
                 self.stop()
-            self._cluster = cluster = start_cluster(spec, progress, self._preload)
-            self._preload = None
+            self._cluster = cluster = start_cluster(spec, progress)
             atexit.register(self.stop)
         return with_notes(ranks_table(cluster.states), cluster)
 
@@ -138,9 +128,7 @@ class Session:
         cluster, self._cluster = self._cluster, None
         if cluster is not None:
             cluster.stop()
-        if self._preload is not None:
-            self._preload.stop()
-            self._preload = None
+        preload.stop()
         return cluster is not None
 
     @noted_interrupts()

@@ -103,7 +103,7 @@ def test_nothing_listens_beyond_the_interface_and_no_key_is_to_be_seen(cluster, 
     for process in own:
         listening = [c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
         assert not listening
-    content = json.loads((cluster.profile / "security/ipcontroller-engine.json").read_text())
+    content = json.loads((cluster.folder / "profile/security/ipcontroller-engine.json").read_text())
     keys = [v.encode() for name, v in content.items() if "key" in name and v]
     assert len(keys) >= 2
     over_ssh = psutil.Process().children(recursive=True)

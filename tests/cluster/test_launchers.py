@@ -96,7 +96,7 @@ def test_ranks_are_laid_out_node_by_node_and_train(cluster, tmp_path):
 
 def test_strangers_change_nothing_and_no_key_is_to_be_seen(cluster):
     assert rig.total(cluster) == [4.0] * 4
-    content = json.loads((cluster.profile / "security/ipcontroller-engine.json").read_text())
+    content = json.loads((cluster.folder / "profile/security/ipcontroller-engine.json").read_text())
     address = content["interface"].removeprefix("tcp://")
     ports = {value for value in content.values() if isinstance(value, int) and value > 1}
     listening = [

@@ -110,7 +110,7 @@ def test_a_rank_that_dies_again_at_its_restart_is_named(cluster: Cluster, monkey
 def test_no_key_stands_in_the_environment_or_command_line_of_a_process(cluster: Cluster):
     secrets = [
         value
-        for path in (cluster.profile / "security").glob("*.json")
+        for path in (cluster.folder / "profile/security").glob("*.json")
         for name, value in json.loads(path.read_text()).items()
         if name in ("key", "curve_serverkey") and value
     ]
@@ -127,7 +127,7 @@ def test_the_run_folder_is_closed_to_others(cluster: Cluster):
     files = [path for path in cluster.folder.rglob("*") if not path.is_symlink()]
     assert {path.lstat().st_uid for path in files} == {os.getuid()}
     assert not [path for path in files if stat.S_IMODE(path.lstat().st_mode) & 0o022]
-    keys = list((cluster.profile / "security").iterdir())
+    keys = list((cluster.folder / "profile/security").iterdir())
     assert keys
     assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in keys} == {0}
 
@@ -167,7 +167,7 @@ def test_a_start_survives_lost_messages_and_stop_leaves_nothing(monkeypatch: pyt
         assert [state.rank for state in cluster.states] == [0, 1]
         assert len(asked) >= 2
         assert len(sent) > 2
-        client, states = EngineClient(cluster.profile, lambda: None), {}
+        client, states = EngineClient(cluster.folder / "profile", lambda: None), {}
         client._client._ids.remove(1)  # as if the controller's notice was lost
 
         def are_both_there() -> bool:

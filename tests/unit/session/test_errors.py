@@ -38,7 +38,7 @@ def lost(rank: int, text: str = "was killed by SIGKILL", **more: object) -> Fail
 
 def remedy(dead: Collection[int]) -> str:
     """Return the advice of a cluster of eight ranks, some of which are dead."""
-    cluster = Cluster(ClusterSpec(), Path("/"), Path("/"))
+    cluster = Cluster(ClusterSpec(), Path("/"))
     cluster.is_over = True  # no process has created a run folder
     cluster._states = dict.fromkeys(range(8))
     cluster.exits = {rank: Exit(member=rank, code=-9) for rank in dead}
