@@ -123,8 +123,7 @@ class Preload:
     @noted_interrupts()
     def start(self) -> None:
         """Start the fork server, unless it is running, impossible or turned off."""
-        is_off = portable() or "0" in os.environ.get("DDPNB_PRELOAD", "").split()
-        if is_off or self.server is not None:
+        if self.server or portable() or "0" in os.environ.get("DDPNB_PRELOAD", "").split():
             return
         self.exits: list[Exit] = []
         with contextlib.suppress(OSError, RuntimeError, UserError):  # the start reports the error

@@ -5,9 +5,8 @@ fork server over a socket pair.  The fork server forks the controller first, and
 the controller starts.  The ranks share the modules' memory, so each rank starts in under a second.
 On systems where a fork after ``import torch`` may crash, each child is a new interpreter instead.
 
-The fork server runs no tensor operation and never uses CUDA.  OpenBLAS starts threads when numpy is
-imported, but ends them before each fork.  So the fork server has one thread when it forks, and can
-fork safely at any time, for example to restart a dead rank.
+The fork server runs no tensor operation and never uses CUDA.  With ``OMP_NUM_THREADS=1``, numpy
+starts no threads.  So the fork server has one thread, and can fork safely at any time.
 
 When the kernel ends for any reason, its end of the socket closes.  The fork server then ends all
 its children and removes the run folder.  If the fork server is killed, the ranks end because of

@@ -1,5 +1,6 @@
 """Loads the magics, and adapts those that do more than their function.  Runs in the kernel."""
 
+import atexit
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -150,6 +151,7 @@ def load(shell: InteractiveShell) -> None:
         print(f"Removed files of {counted(len(removed), 'crashed cluster')}: {removed[0].name} ...")
     if this_session().num_ranks is None:
         preload.start()
+        atexit.register(this_session().stop)
 
 
 def unload(shell: InteractiveShell) -> None:

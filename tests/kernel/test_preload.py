@@ -13,6 +13,8 @@ import pytest
 from ddpnb.protocol.processes import portable
 from tests.cluster.rig import is_alive, wait_until, wait_until_gone
 from tests.kernel.client import Kernel, both, kernel_in
+from tests.programs import printed
+from tests.unit.session.test_import import LOAD
 
 pytestmark = pytest.mark.skipif(portable(), reason="only forked ranks use an early import of torch")
 
@@ -46,7 +48,7 @@ def gone_afterwards(early: Early) -> Iterator[None]:
     processes = early.processes
     assert early.folder.exists()
     yield
-    wait_until_gone(processes, timeout=10)
+    wait_until_gone(processes, timeout=60)  # an import first ends
     wait_until(lambda: not early.folder.exists(), "the end of the run folder")
 
 
@@ -177,6 +179,21 @@ def test_an_interrupted_load_can_be_repeated(tmp_path: Path):
         assert not kernel.processes
     finally:
         kernel.stop()
+
+
+FORKS = f"""
+{LOAD}
+import os, sys
+from ddpnb.cluster.processes import preload
+if (pid := os.fork()) == 0:
+    sys.exit()
+os.waitpid(pid, 0)
+print(preload.server.link.request("signal", ranks=[], number=0).result(60))
+"""
+
+
+def test_the_end_of_a_process_that_the_kernel_has_forked_ends_no_fork_server():
+    assert printed(FORKS).splitlines()[-1] == "None"
 
 
 def test_two_kernels_have_separate_fork_servers(loaded: Kernel, tmp_path: Path):
