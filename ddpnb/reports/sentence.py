@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from ddpnb.protocol.notation import Target
-from ddpnb.reports.findings import score_title
-from ddpnb.reports.formatting import counted, listed, number, percent
-from ddpnb.results.frames import Row, is_score
+from ddpnb.reports.findings import quantities_of
+from ddpnb.reports.formatting import NOTHING, counted, listed, number, percent
+from ddpnb.results.frames import Row
 from ddpnb.results.ratios import (
     LEVEL,
     POWER,
@@ -160,24 +160,18 @@ def _reached(done: Sequence[Row], target: Target) -> str:
 
 def _scores(done: Sequence[Row], ratios: Sequence[Row]) -> Iterator[str]:
     """Yield a text for each held-out score of all strategies."""
-    columns = dict.fromkeys(name for row in done for name in row if is_score(name))
-    for name in columns:
-        is_range = not any(f"{name}_low" in row for row in done)
-        if is_range or name == "held_out_loss" or not name.startswith("held_out_"):
+    for quantity in quantities_of(done):
+        if not quantity.title.startswith("held-out ") or quantity.title == "held-out loss":
             continue
-        is_accuracy = name == "held_out_accuracy"
         labels: dict[str, list[str]] = {}
         for row in done:
-            value = row.get(name, math.nan)
-            if not math.isnan(value) or (name in row and not is_accuracy):
-                shown = percent(value, 1) if is_accuracy else number(value)
-                labels.setdefault("NaN" if math.isnan(value) else shown, []).append(row["label"])
-        scores = [f"{score} for {listed(names)}" for score, names in labels.items()]
-        if scores:
-            *most, last = scores
-            seeds = _seeds(done) if is_accuracy else ""
-            text = f"{score_title(name)} is {', '.join(most)}{', and ' if most else ''}{last}"
-            yield text + seeds + (_error(done, ratios) if is_accuracy else "")
+            labels.setdefault(quantity.cell_of(row).text, []).append(row["label"])
+        labels.pop(NOTHING, None)
+        if labels:
+            *most, last = [f"{score} for {listed(names)}" for score, names in labels.items()]
+            text = f"{quantity.title} is {', '.join(most)}{', and ' if most else ''}{last}"
+            is_accuracy = quantity.title == "held-out accuracy"
+            yield text + (_seeds(done) + _error(done, ratios) if is_accuracy else "")
 
 
 def _seeds(done: Sequence[Row]) -> str:

@@ -241,7 +241,7 @@ def _strategy_row(runs: Sequence[RunSnapshot], row_of: Mapping[int, Row], severa
         "is_short": not first["is_computed"]
         and any(row["status"] == "finished" and 0 < row["seconds"] < SHORT_SECONDS for row in rows)
         and counted[0].spec is not None,
-        "notes": notes_of(runs, counted, _median_of(staleness)),
+        "notes": notes_of(runs),
     }
 
 
