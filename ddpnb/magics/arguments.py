@@ -31,12 +31,12 @@ EXAMPLE = re.compile("``(%[^`]+)``")
 def function_of(declared: Magic) -> Callable[..., Any]:
     """Return the function that IPython calls for a magic.  Its docstring is the magic's help."""
 
+    @functools.wraps(declared.function)  # so that %magic?? shows the function's source
     def call(line: str, cell: str = "") -> Any:
         words, choices = arguments(declared.name, line, cell)
         result = declared.function(*words, **choices)
         return result if declared.show is None else declared.show(result)
 
-    call.__name__ = declared.name
     call.__doc__ = parser_of(declared.name).format_help()
     return call
 
