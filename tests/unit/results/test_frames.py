@@ -233,3 +233,34 @@ def test_nothing_is_measured_against_a_run_that_is_under_way():
     for baseline, known in ((under_way, False), (fake_run("single", num_steps=60), True)):
         ddp, _ = strategy_rows(compared(ended, baseline))
         assert math.isfinite(ddp["speed_up"]) == known
+
+
+@pytest.mark.parametrize("num_repeats", [1, 2, 3, 30])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_number_is_inside_the_range_of_its_repeats(num_repeats: int, seed: int):
+    """Repeats fail at random, also all repeats of a strategy."""
+    draw = random.Random(f"{num_repeats} {seed}")
+    rates = {
+        name: tuple(draw.uniform(10, 400) for _ in range(num_repeats))
+        for name in ("single", "no_comm", "ddp", "zero")
+    }
+    runs = repeated(**rates)
+    for run in runs:
+        if draw.random() < 0.3:
+            run.end(Status.FAILED, "rank 0 was killed")
+    result = ComparisonResult(compared(*runs))
+    finished = result.runs().query("status == 'finished'")
+    for row in result.rows:
+        own = finished[finished.strategy == row["strategy"]].samples_per_second
+        if len(own) > 1:
+            ends = row["samples_per_second_low"], row["samples_per_second_high"]
+            assert ends == (own.min(), own.max())
+            assert ends[0] <= row["samples_per_second"] <= ends[1]
+        assert row["num_runs"] == len(own) or len(own) == 0
+        assert (row["status"] == "failed") <= (len(own) < num_repeats)
+    for row in result.ratios().itertuples():
+        assert row.low <= row.ratio <= row.high or math.isnan(row.low)
+        assert 1 <= row.num_repeats <= num_repeats
+        assert row.repeats_needed == 0 or row.num_repeats < row.repeats_needed <= 30
+    assert result.sentence()
+    assert all(row["label"] in result.table().text() for row in result.rows)
