@@ -22,7 +22,7 @@ from ddpnb.protocol.notation import parse_ranks
 from ddpnb.protocol.options import options_of, read_options
 from ddpnb.protocol.trace import TRACE, CollectiveSpec
 from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.reports.inspection.advice import advice
+from ddpnb.reports.inspection.advice import advice_table
 from ddpnb.reports.inspection.buckets import DdpInspection
 from ddpnb.reports.inspection.collective import CollectiveResult
 from ddpnb.reports.inspection.prediction import PredictionResult
@@ -42,7 +42,7 @@ from ddpnb.session.comparison_spec import ComparisonSpec, make_comparison
 from ddpnb.session.inspection import INSPECTED, check_replicas, inspect_step, training_to_inspect
 from ddpnb.session.prediction import predicted
 from ddpnb.session.session import this_cell_number, this_session
-from ddpnb.session.status import describe_ranks, status_table
+from ddpnb.session.status import describe_positions, status_table
 from ddpnb.session.training import RunningComparison
 from ddpnb.session.variables import FUNCTIONS, NotebookFunctions
 from ddpnb.session.variables import pull as pull_from
@@ -100,7 +100,7 @@ def restart(n: int | None = None, *, ranks: str | None = None) -> Table:
 @magic("ddp_why", show=print)
 def why() -> str:
     """Show the current cell, line, collective and stack of every rank: ``%ddp_why``."""
-    return describe_ranks(this_session().cluster())
+    return describe_positions(this_session().cluster())
 
 
 @magic("ddp_status", show=display)
@@ -503,4 +503,4 @@ def advise() -> Table:
 
     The table recommends strategies for different machines, and marks this machine.
     """
-    return advice(this_session().idle_cluster().states)
+    return advice_table(this_session().idle_cluster().states)

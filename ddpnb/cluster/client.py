@@ -26,7 +26,7 @@ from ddpnb.cluster.call import (
 )
 from ddpnb.cluster.interrupts import raise_if_interrupted
 from ddpnb.cluster.processes import wait_for_file, wait_until
-from ddpnb.cluster.wording import restart, say, sentence, them
+from ddpnb.cluster.wording import restart_command, say, them, to_sentence
 from ddpnb.compat import ipyparallel_internals
 from ddpnb.protocol.calls import calls
 from ddpnb.protocol.errors import UserError
@@ -85,8 +85,8 @@ class EngineClient:
         engine_of = {rank: self._engine_of.get(rank, -1) for rank in ranks}
         known = set(self._client.ids)
         if lost := [rank for rank, engine in engine_of.items() if engine not in known]:
-            anew = f"Run {restart(lost)} to restart {them(lost)}"
-            raise UserError(sentence(f"{say(lost, 'has')} left the cluster. {anew}"))
+            anew = f"Run {restart_command(lost)} to restart {them(lost)}"
+            raise UserError(to_sentence(f"{say(lost, 'has')} left the cluster. {anew}"))
         with self._lock:  # a background cell's thread also submits calls
             self._calls = [other for other in self._calls if not other.done] + [call]
         for rank, engine in engine_of.items():
@@ -171,7 +171,7 @@ class EngineClient:
                 case _:
                     call.inbox.put(Output(rank=rank, kind=kind, content=content))
 
-        ipyparallel_internals.send(self._client, engine, request, receive)
+        ipyparallel_internals.start_call(self._client, engine, request, receive)
 
 
 def connected_client(path: Path, while_waiting: Callable[[], object]) -> ipp.Client:

@@ -14,7 +14,7 @@ from ddpnb.cluster.interrupts import Interrupted, noted_interrupts
 from ddpnb.cluster.link import Exit, Member, Service
 from ddpnb.cluster.placement import ClusterSpec, Placement, rank_settings
 from ddpnb.cluster.processes import LocalProcesses, Processes, StartProcesses
-from ddpnb.cluster.wording import deaths, restart, say, sentence, them
+from ddpnb.cluster.wording import deaths, restart_command, say, them, to_sentence
 from ddpnb.compat.probe import missing_features
 from ddpnb.protocol.calls import Result
 from ddpnb.protocol.errors import UserError
@@ -220,7 +220,7 @@ class Cluster:
         if self.lost is not None:
             raise UserError(self.remedy())
         if dead := {rank: str(self.exits[rank]) for rank in ranks if rank in self.exits}:
-            raise UserError(f"{sentence(deaths(dead))} {self.remedy(dead)}")
+            raise UserError(f"{to_sentence(deaths(dead))} {self.remedy(dead)}")
 
     def remedy(self, died: Collection[int] = ()) -> str:
         """Return the sentences that say how to continue now, after ranks have ``died``."""
@@ -229,7 +229,7 @@ class Cluster:
         if not self.dead:
             return f"ddpnb has restarted {them(died)} without variables."
         others = " The other ranks keep their variables." if self.living else ""
-        return f"Run {restart(self.dead)} to restart {them(self.dead)}.{others}"
+        return f"Run {restart_command(self.dead)} to restart {them(self.dead)}.{others}"
 
     def interrupt(self, ranks: Collection[int]) -> None:
         """Send SIGINT to ranks, to raise ``KeyboardInterrupt`` in a running cell."""
@@ -282,10 +282,9 @@ class Cluster:
                 self.client.wait_for(is_ready)
         except (TimeoutError, KeyboardInterrupt) as error:
             late = self.starting & set(ranks)
-            advice = (
-                f"Run {restart(late)} to restart {them(late)} again, or %ddp_restart to restart all"
-            )
-            text = sentence(f"{say(late, 'is')} still starting. {advice}")
+            again = f"Run {restart_command(late)} to restart {them(late)} again"
+            advice = f"{again}, or %ddp_restart to restart all"
+            text = to_sentence(f"{say(late, 'is')} still starting. {advice}")
             kind = Interrupted if isinstance(error, KeyboardInterrupt) else UserError
             raise kind(text) from None
 

@@ -8,7 +8,7 @@ from ddpnb.cluster.call import CALL_TIMEOUT_SECONDS, Call
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.interrupts import noted_interrupts
 from ddpnb.cluster.processes import wait_until
-from ddpnb.cluster.wording import describe_silent, restart, sentence, them
+from ddpnb.cluster.wording import describe_silent, restart_command, them, to_sentence
 from ddpnb.protocol.calls import calls
 from ddpnb.protocol.cell_messages import StaleVariable
 from ddpnb.protocol.errors import UserError
@@ -92,8 +92,8 @@ def _wait_for_aborts(cluster: Cluster) -> None:
         wait_until(lambda: not late(), CALL_TIMEOUT_SECONDS, "not left")
     except TimeoutError:
         ranks = late()
-        text = f"{describe_silent(ranks)}. Run {restart(ranks)} to restart {them(ranks)}"
-        raise UserError(sentence(text)) from None
+        text = f"{describe_silent(ranks)}. Run {restart_command(ranks)} to restart {them(ranks)}"
+        raise UserError(to_sentence(text)) from None
     cluster.aborts.clear()
 
 

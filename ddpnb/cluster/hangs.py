@@ -6,7 +6,7 @@ from typing import Any, final
 
 from ddpnb.cluster.call import Call
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.wording import describe_silent, say, sentence
+from ddpnb.cluster.wording import describe_silent, say, to_sentence
 from ddpnb.protocol.processes import RankCommand, RankStatus
 
 NUM_AT_FULL_RATE = 32
@@ -76,7 +76,7 @@ class HangDetector:
             return ""
         self._has_named = True
         return (
-            f"{sentence(describe_silent(silent))} ddpnb cannot detect hangs until all ranks "
+            f"{to_sentence(describe_silent(silent))} ddpnb cannot detect hangs until all ranks "
             "answer. Interrupt the cell to stop it."
         )
 

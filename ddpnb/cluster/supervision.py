@@ -16,7 +16,7 @@ from ddpnb.cluster.call import OUTPUT_TIMEOUT_SECONDS, Call, CallEvent, Lost, Re
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.hangs import HangDetector, describe_hang
 from ddpnb.cluster.interrupts import noted_interrupts, raise_if_interrupted
-from ddpnb.cluster.wording import say, sentence, them
+from ddpnb.cluster.wording import say, them, to_sentence
 from ddpnb.protocol.calls import calls
 from ddpnb.protocol.cell_messages import CellReport, Failure
 from ddpnb.protocol.errors import UserError
@@ -143,7 +143,9 @@ class Watch:
         if causes and is_old and not self._is_failure_shown:
             self._is_failure_shown = True
             others = say(running, "is still running")
-            self.notify(sentence(f"{causes}; {others}. Interrupt the cell to stop {them(running)}"))
+            self.notify(
+                to_sentence(f"{causes}; {others}. Interrupt the cell to stop {them(running)}")
+            )
 
     def is_waited_for(self, now: float, seconds: float) -> bool:
         """Return True if a rank has failed and no rank has ended in the last ``seconds``.
@@ -202,7 +204,7 @@ class Watch:
     def _kill(self) -> None:
         running = self.call.running
         why = "because they did not stop in any other way. Killed ranks lose their variables"
-        self.notify(sentence(f"{say(running, 'was')} killed {why}"))
+        self.notify(to_sentence(f"{say(running, 'was')} killed {why}"))
         self.killed |= running
         self.cluster.kill(running)
 

@@ -24,12 +24,12 @@ def full_stop(text: str) -> str:
     return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
-def sentence(text: str) -> str:
+def to_sentence(text: str) -> str:
     """Make a text a sentence: begin with a capital letter and end with a full stop."""
     return full_stop(text[:1].upper() + text[1:])
 
 
-def restart(ranks: Collection[int]) -> str:
+def restart_command(ranks: Collection[int]) -> str:
     """Return the ``%ddp_restart`` command that restarts these ranks."""
     return f"%ddp_restart --ranks {format_ranks(ranks)}"
 

@@ -33,7 +33,9 @@ def follows_calls() -> bool:
     )
 
 
-def send(client: ipp.Client, engine: int, function: Callable[[], object], receive: Receive) -> None:
+def start_call(
+    client: ipp.Client, engine: int, function: Callable[[], object], receive: Receive
+) -> None:
     """Start ``function()`` on an engine, and return at once.
 
     The engine must be able to import the function.  ``receive`` is called for each message.

@@ -51,7 +51,7 @@ class Probe:
     @property
     def sentence(self) -> str:
         """The sentence that tells the user that the probe failed."""
-        return sentence(self._library, self._without)
+        return disabled_sentence(self._library, self._without)
 
 
 def missing_features() -> tuple[str, ...]:
@@ -59,7 +59,7 @@ def missing_features() -> tuple[str, ...]:
     return tuple(each.sentence for each in PROBES if not each.works)
 
 
-def sentence(library: str, without: str) -> str:
+def disabled_sentence(library: str, without: str) -> str:
     """Return a sentence such as ``"torch 2.15.0: ..."`` about a feature that is disabled."""
     return f"{library} {version_of(library).partition('+')[0] or 'of unknown version'}: {without}"
 

@@ -35,7 +35,7 @@ from typing import TextIO
 
 import psutil
 
-gc.disable()  # imports create little garbage; ``preload`` freezes the objects before forks
+gc.disable()  # imports create little garbage; ``preload_modules`` freezes the objects before forks
 
 from ddpnb.forkserver.child import Frame, leave_debugger_out, run_child  # noqa: E402
 from ddpnb.forkserver.patience import patient_imports  # noqa: E402
@@ -92,7 +92,7 @@ class ForkServer:
 
     def __post_init__(self) -> None:
         self.handlers = {
-            KernelRequest.PREPARE: preload,
+            KernelRequest.PREPARE: preload_modules,
             KernelRequest.START_RANK: self.start_rank,
             KernelRequest.SIGNAL: self.signal,
         }
@@ -151,9 +151,9 @@ class ForkServer:
     def preload(self) -> None:
         """Import the ranks' modules early.  Import torch's compiler if the kernel stays quiet."""
         with contextlib.suppress(Exception):  # the kernel gets the error when it asks for ranks
-            preload(counts_gpus=False)
+            preload_modules(counts_gpus=False)
             if not self.kernel.poll(COMPILER_SECONDS):
-                preload(counts_gpus=False, more="torch._dynamo")
+                preload_modules(counts_gpus=False, more="torch._dynamo")
 
     def start_rank(self, *, rank: int, settings: Frame) -> int:
         """Start a rank and return its process id; raise OSError if the system cannot start it."""
@@ -240,7 +240,7 @@ class ForkServer:
                 with contextlib.suppress(KeyError):
                     self.selector.unregister(pipe)
                 pipe.close()
-            log = end_of(process_log(self.folder, member))
+            log = last_bytes_of(process_log(self.folder, member))
             self.report(event=ForkServerEvent.EXITED, member=member, code=code, log=log)
 
     def reaped(self) -> Iterator[tuple[int | str, int]]:
@@ -298,7 +298,7 @@ def sigchld_wakeup() -> int:
     return reader
 
 
-def end_of(log: Path) -> str:
+def last_bytes_of(log: Path) -> str:
     """Return the last ``LOG_BYTES`` bytes of a log, or ``""`` if the file does not exist."""
     try:
         with log.open("rb") as file:
@@ -308,7 +308,7 @@ def end_of(log: Path) -> str:
         return ""
 
 
-def preload(*, counts_gpus: bool = True, package: str = "", more: str = "") -> int:
+def preload_modules(*, counts_gpus: bool = True, package: str = "", more: str = "") -> int:
     """Import the modules that every rank needs, and return the number of this host's GPUs.
 
     Forked ranks share the memory of these modules.  ``DDPNB_PRELOAD`` and ``more`` name further

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ddpnb.forkserver.server import ForkServer, preload
+from ddpnb.forkserver.server import ForkServer, preload_modules
 from ddpnb.hosts.network import (
     address_of_ssh,
     interfaces,
@@ -63,7 +63,7 @@ class Agent:
             self.listener.setblocking(False)  # a client may disconnect before `accept`
             self.master = None if port is None else reserve_port(address, port)
             self.server.more_ends += filter(None, (self.listener, self.master))
-            self.server.selector.register(self.listener, selectors.EVENT_READ, refuse)
+            self.server.selector.register(self.listener, selectors.EVENT_READ, refuse_connection)
         return {
             "versions": versions(),
             "has_home": os.path.isdir(home),
@@ -90,10 +90,10 @@ class Agent:
         path = profile / "security/ipcontroller-engine.json"
         atomic_write(path, json.dumps(connection).encode(), mode=0o600)
         os.environ.update(environment)
-        return preload()
+        return preload_modules()
 
 
-def refuse(listener: socket.socket) -> None:
+def refuse_connection(listener: socket.socket) -> None:
     """Accept a connection and close it; the probing host only checks that it can connect."""
     with contextlib.suppress(OSError):
         listener.accept()[0].close()

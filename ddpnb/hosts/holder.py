@@ -48,19 +48,19 @@ async def main(
             launcher.default_template = SLURM.format(num_ranks=num_ranks)
         elif isinstance(launcher, launchers.MPIEngineSetLauncher):
             launcher.mpi_args = launcher.mpi_args or MPI
-        await result_of(launcher.start(num))
+        await awaited(launcher.start(num))
         kernel = asyncio.get_running_loop().run_in_executor(None, sys.stdin.buffer.read)
-        ended = asyncio.ensure_future(end_of(launcher))
+        ended = asyncio.ensure_future(wait_until_ended(launcher))
         await asyncio.wait([ended, kernel], return_when=FIRST_COMPLETED)
     finally:
         file.unlink(missing_ok=True)  # a killed kernel cannot remove it
     if not ended.done():
-        await result_of(launcher.stop())
+        await awaited(launcher.stop())
     print(launcher.get_output(remove=True), file=sys.stderr, flush=True)
     os._exit(ended.done())  # the thread that waits for the kernel would keep the process alive
 
 
-async def end_of(launcher: Any) -> None:
+async def wait_until_ended(launcher: Any) -> None:
     """Wait until the launcher's programs have ended.  For Slurm, call ``squeue`` regularly."""
     over = asyncio.Event()
     launcher.on_stop(lambda _: over.set())
@@ -95,7 +95,7 @@ def make_launcher(profile: str, engines: str, folder: str, words: list[str]) -> 
     )
 
 
-async def result_of(answer: Any) -> None:
+async def awaited(answer: Any) -> None:
     """Wait for an answer, which some launchers return as a coroutine."""
     if inspect.isawaitable(answer):
         await answer

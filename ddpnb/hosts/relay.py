@@ -73,7 +73,7 @@ def run(place: dict[str, Any], kernel: "zmq.Socket[bytes]") -> bool:
             "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
             "reached": address_of_ssh(),
         }
-        send(kernel, Word.HELLO, json.dumps(hello).encode())
+        send_frame(kernel, Word.HELLO, json.dumps(hello).encode())
         return pass_on(pipe, kernel, end_of_kernel)
     finally:
         pipe.close()
@@ -83,7 +83,7 @@ def run(place: dict[str, Any], kernel: "zmq.Socket[bytes]") -> bool:
             os.killpg(agent.pid, signal.SIGKILL)  # the agent or its remaining processes
         agent.wait()
         shutil.rmtree(folder, ignore_errors=True)
-        send(kernel, Word.END)
+        send_frame(kernel, Word.END)
         kernel.disable_monitor()
 
 
@@ -101,7 +101,7 @@ def pass_on(
             if end_of_kernel in ready:
                 break
             if pipe.fileno() in ready:
-                send(kernel, Word.FRAME, pipe.recv_bytes())
+                send_frame(kernel, Word.FRAME, pipe.recv_bytes())
             if kernel in ready:
                 is_known = True
                 word, content = kernel.recv_multipart()
@@ -112,7 +112,7 @@ def pass_on(
     return is_known
 
 
-def send(kernel: "zmq.Socket[bytes]", word: Word, content: bytes = b"") -> None:
+def send_frame(kernel: "zmq.Socket[bytes]", word: Word, content: bytes = b"") -> None:
     """Send the kernel a message; drop the message if the kernel is lost."""
     with contextlib.suppress(zmq.Again):
         kernel.send_multipart([word, content], zmq.NOBLOCK)

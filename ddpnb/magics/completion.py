@@ -22,7 +22,9 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.trace import SHOWN, TRACE
 from ddpnb.session.session import this_session
 
-CELL = re.compile(r"\s*%%(?:rank[ \t]+(\d*)|ddp(?=[ \t]|$)(?:.*--ranks[ =](\d+))?)", re.MULTILINE)
+RANK_CELL = re.compile(
+    r"\s*%%(?:rank[ \t]+(\d*)|ddp(?=[ \t]|$)(?:.*--ranks[ =](\d+))?)", re.MULTILINE
+)
 """Matches the magic of a cell that runs on ranks, and the first rank that the magic names."""
 
 PULL = re.compile(
@@ -97,7 +99,7 @@ class Completion:
 
     def _asked(self, source: str, offset: int) -> "Place | None":
         """Return the cursor's place in code for ranks, or None if the code is not for ranks."""
-        magic = CELL.match(source)
+        magic = RANK_CELL.match(source)
         pulled = PULL.fullmatch(source[:offset].rpartition("\n")[2])
         if pulled is not None and magic is None:
             expression = PULL_OPTION.sub("", pulled[1])

@@ -26,7 +26,7 @@ EMPTY = json.dumps({"data": {"text/plain": ""}})
 
 
 @dataclass(slots=True)
-class Place:
+class DisplayPlace:
     """The place of a rank's display under a cell.  It appears when it first has content."""
 
     bundle: str
@@ -52,7 +52,7 @@ class Displays:
 
     def __init__(self) -> None:
         self._names: OrderedDict[tuple[int, str], str] = OrderedDict()
-        self._places: OrderedDict[str, dict[int, Place]] = OrderedDict()
+        self._places: OrderedDict[str, dict[int, DisplayPlace]] = OrderedDict()
         """The places of the ranks, by the display's name."""
         self._num_cells = 0
         self._num_generated: Counter[tuple[int, int]] = Counter()
@@ -75,7 +75,7 @@ class Displays:
 
     def show(self, ranks: Iterable[int], name: str, bundle: str) -> None:
         """Show a display for the first time.  An earlier display with this name stays as it is."""
-        new = {rank: Place(bundle) for rank in ranks}
+        new = {rank: DisplayPlace(bundle) for rank in ranks}
         new[min(new)].show(label_of(new), bundle)
         keep(self._places, name, self._places.get(name, {}) | new)
 

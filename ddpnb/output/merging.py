@@ -140,7 +140,7 @@ class RankOutput:
 
 
 @dataclass(slots=True)
-class Row:
+class ScreenRow:
     """A line of a screen.  After a carriage return, the next text replaces the line's text."""
 
     text: str = ""
@@ -159,7 +159,7 @@ class Screen:
 
     def __init__(self, stream: str) -> None:
         self._stream = stream
-        self._rows = [Row()]
+        self._rows = [ScreenRow()]
         self._row = 0
         """Index of the line to which the next text is added."""
         self._has_moved = False
@@ -205,8 +205,8 @@ class Screen:
         self._row = max(0, self._row + distance)
         if self._row < len(self._rows):
             self._rows[self._row].is_replaced = True
-        self._rows += [Row() for _ in range(len(self._rows), self._row + 1)]
+        self._rows += [ScreenRow() for _ in range(len(self._rows), self._row + 1)]
 
-    def _items(self, rows: Sequence[Row]) -> list[Item]:
+    def _items(self, rows: Sequence[ScreenRow]) -> list[Item]:
         items = [("bar" if row.is_bar else self._stream, row.text) for row in rows]
         return [(kind, text) for kind, text in items if kind != "bar" or text.strip()]

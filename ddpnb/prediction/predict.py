@@ -20,10 +20,10 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import LINKS, SECONDS, parse_link, parse_quantity
 from ddpnb.protocol.options import check_options, option
 
-MAX_RANKS = 1_000_000
+MAX_PREDICTED_RANKS = 1_000_000
 SEARCHED = 4096
 """ddpnb searches for the end of scaling up to at least this number of ranks."""
-STRATEGIES = ("ddp", "async", "local-sgd")
+DEFAULT_STRATEGIES = ("ddp", "async", "local-sgd")
 """The strategies to predict if the comparison has only ``single`` and ``no-comm``."""
 INSIDE = "pcie4"
 """Default link between the ranks of one host, with ``--hosts``."""
@@ -52,7 +52,7 @@ class Question:
         (1, 2, 4, 8),
         "numbers of ranks to predict",
         least=1,
-        most=MAX_RANKS,
+        most=MAX_PREDICTED_RANKS,
         most_values=100,
         example="1,8,64",
     )
@@ -134,7 +134,7 @@ class Prediction:
         return {name: rates[name] for name in ("single", *self.points) if name in rates}
 
 
-def predict(found: Calibration, question: Question) -> Prediction:
+def answer(found: Calibration, question: Question) -> Prediction:
     """Return the prediction that answers a question.
 
     Raises:
@@ -148,7 +148,7 @@ def predict(found: Calibration, question: Question) -> Prediction:
         )
     usual = set(FORMULAS) - {"single", "no-comm"}
     compared = tuple(name for name in measured.rates if name.partition(":")[0] in usual)
-    strategies = question.strategies or compared or STRATEGIES
+    strategies = question.strategies or compared or DEFAULT_STRATEGIES
     per_host = question.ranks_per_host
     if per_host and "dp" in strategies and max(question.ranks) > per_host:
         raise UserError("dp is one process and cannot use several hosts. Remove dp or --hosts.")

@@ -101,7 +101,7 @@ class VariablePickler(cloudpickle.Pickler):  # type: ignore[misc]  # has no type
 
 
 def main_namespace() -> dict[str, Any]:
-    """Return the namespace that ``load`` uses now, or by default the variables of ``__main__``."""
+    """Return the namespace that ``load_parts`` uses, by default the variables of ``__main__``."""
     found = _namespace.get()
     return vars(sys.modules["__main__"]) if found is None else found
 
@@ -188,7 +188,7 @@ def _aligned(size: int) -> int:
 
 def receive(parcel: Parcel) -> Any:
     """Unpickle a parcel; errors are not caught.  The arrays are writable copies."""
-    return load(opened(parcel))
+    return load_parts(opened(parcel))
 
 
 def opened(parcel: Parcel) -> list[Any]:
@@ -209,7 +209,7 @@ def opened(parcel: Parcel) -> list[Any]:
     return [memoryview(read)[begin : begin + size] for begin, size in pairs]
 
 
-def load(parts: Sequence[Any], namespace: dict[str, Any] | None = None) -> Any:
+def load_parts(parts: Sequence[Any], namespace: dict[str, Any] | None = None) -> Any:
     """Unpickle the parts of a parcel.  The loaded arrays share the memory of these parts.
 
     Functions of the notebook use ``namespace`` as global variables.  Unpickling adds the variables

@@ -196,13 +196,13 @@ class RankApi:
 
     def samples(self, spec: SamplerSpec) -> RankSamples:
         """Return the indices that a sampler gives to this rank."""
-        return samplers.samples(spec, self._group.state(), self._variables)
+        return samplers.handed_out(spec, self._group.state(), self._variables)
 
     def find_inspected(
         self, spec: InspectSpec
     ) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
         """Run the inspected model alone; return its parameters' shapes and the unused ones."""
-        return ddp_steps.find(spec, self._surroundings(spec.task))
+        return ddp_steps.check_model_here(spec, self._surroundings(spec.task))
 
     def inspect_ddp(self, spec: InspectSpec) -> tuple[CapReport, ...]:
         """Train a copy of the model with DDP for some steps, and measure the steps."""
@@ -210,4 +210,4 @@ class RankApi:
 
     def show_collective(self, spec: CollectiveSpec) -> CollectiveShown | None:
         """Run and time a collective, and count its bytes; None if the rank does not take part."""
-        return collective.show(spec, device=self._group.device)
+        return collective.run_collective(spec, device=self._group.device)

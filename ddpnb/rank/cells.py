@@ -93,7 +93,7 @@ def interruptible(call: Callable[[], Result], *, is_cell: bool = False) -> Resul
     with users_loop(is_cell=is_cell):
         try:
             try:
-                signal.signal(signal.SIGINT, interrupt)
+                signal.signal(signal.SIGINT, raise_interrupt)
                 return call()
             finally:
                 signal.signal(signal.SIGINT, ignore)
@@ -102,7 +102,7 @@ def interruptible(call: Callable[[], Result], *, is_cell: bool = False) -> Resul
             raise
 
 
-def interrupt(number: int, frame: object) -> None:
+def raise_interrupt(number: int, frame: object) -> None:
     """Raise ``KeyboardInterrupt``, unless a library is being imported.
 
     The handler of ``asyncio.run`` would not end code that never waits, and ``asyncio.run`` replaces
@@ -220,7 +220,7 @@ def is_success(error: BaseException | None) -> bool:
 def failure_of(error: BaseException, engine: RankEngine) -> Failure:
     """Describe an exception that has just been caught, as a ``Failure`` for the notebook."""
     try:
-        return described(error, engine)
+        return safe_failure_of(error, engine)
     except BaseException:  # noqa: BLE001  a method or property of the user's exception
         links = [*linked(vars(BaseException)["__traceback__"].__get__(error), "tb_next")]
         users = [each for each in links if is_users(each.tb_frame)]
@@ -233,7 +233,7 @@ def failure_of(error: BaseException, engine: RankEngine) -> Failure:
         )
 
 
-def described(error: BaseException, engine: RankEngine) -> Failure:
+def safe_failure_of(error: BaseException, engine: RankEngine) -> Failure:
     """Describe an exception like ``failure_of``.  A method of the exception may raise an error."""
     is_cause = not is_consequence(error)
     error = explained(error, engine)
@@ -245,14 +245,14 @@ def described(error: BaseException, engine: RankEngine) -> Failure:
             with_cell_names(sendable(line)) for line in traceback_of(error, engine.shell)
         ),
         failed_at=time.time(),
-        line=line_of(error),
+        line=user_line(error),
         is_consequence=not is_cause,
         was_waiting=not isinstance(error, RunCancelledError),
         breaks_group=isinstance(error, CollectiveMismatchError),
     )
 
 
-def line_of(error: BaseException) -> int:
+def user_line(error: BaseException) -> int:
     """Return the line of the user's code at which an error occurred, or 0 for an error elsewhere.
 
     If the error occurred in a function from another cell, return the line that calls the function.

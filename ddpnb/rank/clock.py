@@ -30,7 +30,7 @@ from ddpnb.compat.torch_internals import replaced_backward
 from ddpnb.protocol.costs import Cost
 from ddpnb.protocol.messages import Parts, StepEvent
 from ddpnb.rank.collectives.intercept import Listener, listening
-from ddpnb.rank.collectives.table import Call
+from ddpnb.rank.collectives.table import CollectiveCall
 from ddpnb.rank.device import synchronize
 
 Phase = Literal["data", "forward", "backward", "communication", "optimizer", "waiting"]
@@ -76,7 +76,7 @@ class Clock(Listener):
         self._sent += round(sent)
         self._received += round(received)
 
-    def count_call(self, call: Call, backend: str = "") -> Cost:
+    def count_call(self, call: CollectiveCall, backend: str = "") -> Cost:
         """Count the bytes of a call, except those of DDP's buffers.  Return the call's cost."""
         cost = call.cost(self.scale, backend)
         if not (call.is_in_cpp and call.name == "broadcast"):
@@ -258,7 +258,7 @@ class MeasuredClock(Clock):
         self._on_gpu = device.type == "cuda"
         self._marks: list[tuple[Phase | None, Moment]] = []
         self._flights: list[tuple[Moment, Moment]] = []
-        self._issued: list[Call] = []
+        self._issued: list[CollectiveCall] = []
         """Calls that the current backward pass has issued without waiting."""
         self._num_marks = 0
         """Number of marks when the latest of these calls was issued."""
@@ -380,7 +380,7 @@ class MeasuredClock(Clock):
 
     # -- calls of torch.distributed -------------------------------------------------------------
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: CollectiveCall) -> None:
         """Count a call's bytes.  If the call does not block, note when it was issued."""
         self.count_call(call)
         if call.is_blocking:
@@ -390,7 +390,7 @@ class MeasuredClock(Clock):
             self._issued.append(call)
             self._num_marks = len(self._marks)
 
-    def waiting(self, call: Call) -> AbstractContextManager[object]:
+    def waiting(self, call: CollectiveCall) -> AbstractContextManager[object]:
         """Return a context that counts the time of a wait as exposed communication."""
         if not self.is_own_thread():  # not part of the run's own steps
             return contextlib.nullcontext()

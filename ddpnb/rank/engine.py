@@ -26,7 +26,7 @@ from ddpnb.protocol.processes import ForkServerEvent, RankCommand, process_log
 from ddpnb.rank import process_end
 from ddpnb.rank.group import Group
 from ddpnb.rank.random_state import note_start, seed_everything
-from ddpnb.rank.shell import prepare
+from ddpnb.rank.shell import prepare_shell
 from ddpnb.rank.status import rank_status, users_stack
 from ddpnb.rank.torchrun import adopt, refuse_launchers
 
@@ -55,7 +55,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
     """The engine application of one rank; ``RankEngine.instance()`` returns it."""
 
     group = Instance(Group)
-    began: process_end.Mark | None = None
+    began: process_end.Inventory | None = None
     """The mark of ``process_end`` before the first cell; None while the engine starts."""
     notebook_folder = ""
     """The notebook's working folder when the notebook last called this rank."""
@@ -84,7 +84,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
         # Unlike ipykernel, do not change SIGINT's handler around a message: see interruptible.
         self.kernel.pre_handler_hook = self.kernel.post_handler_hook = lambda: None
         shell = self.kernel.shell
-        prepare(shell)
+        prepare_shell(shell)
         for name in ("ps1", "ps2", "ps3"):  # IPython's; libraries would expect a prompt
             vars(sys).pop(name, None)
         shell.user_ns.update(
@@ -94,7 +94,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
             device=self.group.device,
         )
         note_start()
-        self.began = process_end.start()
+        self.began = process_end.take_inventory()
 
     def init_signal(self) -> None:
         """Let SIGTERM kill the rank, unless a cell sets a handler.  SIGHUP ends the rank."""

@@ -232,7 +232,7 @@ class Group:
             if num_gpus > 1
             else None,
             local_world_size=self.local_world_size,
-            missing=(*missing_features(), *mismatch.missing_features(), *missing_here()),
+            missing=(*missing_features(), *mismatch.missing_checks(), *missing_here()),
             can_be_released=self.can_abort or torch_internals.gloo_notices_ends.works,
         )
 

@@ -25,7 +25,7 @@ STOP_SECONDS = 1.0
 """Maximum seconds to wait for the threads of cells, or for a child process, when they must end."""
 
 
-Mark = frozenset[Any]
+Inventory = frozenset[Any]
 """The user's threads, functions of ``atexit``, finalizers and child processes at one time.
 
 The functions of this module end all that is newer than a mark.
@@ -36,7 +36,7 @@ _packages: set[str] = set()
 """The packages that the rank itself uses."""
 
 
-def start() -> Mark:
+def take_inventory() -> Inventory:
     """Note the user's calls of ``atexit.register`` from now on, and return a mark."""
     names = {name.partition(".")[0] for name in sys.modules}
     _packages.update(names - {"__main__", "ddpnb"})
@@ -60,13 +60,13 @@ def start() -> Mark:
     return mark_now()
 
 
-def mark_now() -> Mark:
+def mark_now() -> Inventory:
     """Return a mark of all that exists now."""
     children = multiprocessing.active_children()
     return frozenset([*_functions, *threading.enumerate(), *children, *finalizers()])
 
 
-def join_threads(mark: Mark, seconds: float | None = None) -> None:
+def join_threads(mark: Inventory, seconds: float | None = None) -> None:
     """Wait for the threads that are not daemons.  Executors first finish their work."""
     deadline = time.monotonic() + (threading.TIMEOUT_MAX if seconds is None else seconds)
     while threads := [t for t in threading.enumerate() if not t.daemon and t not in mark]:
@@ -77,7 +77,7 @@ def join_threads(mark: Mark, seconds: float | None = None) -> None:
         threads[0].join(min(left, threading.TIMEOUT_MAX))
 
 
-def end(mark: Mark, seconds: float | None = None) -> None:
+def end(mark: Inventory, seconds: float | None = None) -> None:
     """Wait for threads, and call the functions of ``atexit``.
 
     An interrupt ends only the current wait or function, and is raised at the end.
@@ -97,7 +97,7 @@ def end(mark: Mark, seconds: float | None = None) -> None:
         raise interrupt
 
 
-def finalize(mark: Mark, seconds: float | None = None) -> None:
+def finalize(mark: Inventory, seconds: float | None = None) -> None:
     """Call finalizers, end daemon processes, and wait for the other child processes.
 
     Call this method after the objects that use the processes are freed.

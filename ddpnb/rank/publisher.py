@@ -23,7 +23,7 @@ from ddpnb.protocol.messages import (
     pack_step,
 )
 from ddpnb.rank.collectives.intercept import Listener
-from ddpnb.rank.collectives.table import Call
+from ddpnb.rank.collectives.table import CollectiveCall
 from ddpnb.rank.engine import RankEngine
 
 FLUSH_SECONDS = 0.5
@@ -56,7 +56,7 @@ class Publisher(Listener):
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None  # of the last message, if it could not be sent
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: CollectiveCall) -> None:
         """Start the clock if it is not running yet."""
         self.seconds()
 

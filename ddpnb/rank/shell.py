@@ -25,7 +25,7 @@ from ddpnb.compat.asyncio_internals import finds_running_loops, run_in_cell
 from ddpnb.compat.ipykernel_internals import keep_no_results, name_cells
 from ddpnb.protocol.cell_messages import CellSpec, Prompt
 from ddpnb.protocol.errors import UserError
-from ddpnb.rank.stack import CELLS
+from ddpnb.rank.stack import CELL_NUMBERS
 
 CANNOT_ASK = (
     "A rank has no prompt here. For breakpoint() or input() on rank 1, start the cell with "
@@ -36,7 +36,7 @@ AROUND = ("IPython.*", "ipykernel.*", "ddpnb.*")
 """Modules in which the debugger does not stop, for example after the last line of a cell."""
 
 
-def prepare(shell: Any) -> None:
+def prepare_shell(shell: Any) -> None:
     """Adapt the IPython shell of a rank."""
     name_of_code = shell.compile.get_code_name
     own, common = f"ipykernel_{os.getpid()}", f"ipykernel_{os.getppid()}"
@@ -44,11 +44,11 @@ def prepare(shell: Any) -> None:
     def common_name(raw_code: str, transformed_code: str, number: int) -> str:
         """Return the same name on every rank, so that equal tracebacks are shown once."""
         name = str(name_of_code(raw_code, transformed_code, number)).replace(own, common)
-        CELLS[name] = number
+        CELL_NUMBERS[name] = number
         return name
 
     shell.compile.get_code_name = common_name
-    name_cells(shell, CELLS)
+    name_cells(shell, CELL_NUMBERS)
     shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)
     os.register_at_fork(after_in_child=adapt_child)
     shell.loop_runner, shell.autoawait = run_in_cell, finds_running_loops.works
@@ -120,7 +120,9 @@ def questions(spec: CellSpec, rank: int, answers: "SimpleQueue[str | None]") -> 
     else:
         while not answers.empty():
             answers.get()
-        builtins.input = lambda prompt="": ask(Prompt(rank=rank, text=str(prompt)), answers)
+        builtins.input = lambda prompt="": ask_notebook(
+            Prompt(rank=rank, text=str(prompt)), answers
+        )
         sys.breakpointhook = lambda *args, **options: Pdb(skip=AROUND).set_trace(sys._getframe(1))
     try:
         yield
@@ -130,7 +132,7 @@ def questions(spec: CellSpec, rank: int, answers: "SimpleQueue[str | None]") -> 
         builtins.input = sys.breakpointhook = refuse
 
 
-def ask(prompt: Prompt, answers: "SimpleQueue[str | None]") -> str:
+def ask_notebook(prompt: Prompt, answers: "SimpleQueue[str | None]") -> str:
     """Show a prompt in the notebook, and return the line that the user types.
 
     If the kernel is interrupted or another kernel connects, raise ``EOFError``.

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-CELLS: dict[str, int] = {}
+CELL_NUMBERS: dict[str, int] = {}
 """Maps the file name that IPython gives to the code of a cell to the ``n`` of ``In [n]``."""
 BACKWARD = torch.autograd.backward.__code__.co_filename
 """Path of the torch file that starts a backward pass."""
@@ -46,7 +46,7 @@ def with_cell_names(text: str) -> str:
     """Return lines of a traceback with ``Cell In[3]`` instead of a cell's temporary file name."""
 
     def name(file: re.Match[str]) -> str:
-        return f"{file[1]}Cell In[{CELLS[file[2]]}]" if file[2] in CELLS else file[0]
+        return f"{file[1]}Cell In[{CELL_NUMBERS[file[2]]}]" if file[2] in CELL_NUMBERS else file[0]
 
     return re.sub(r'File (\x1b\[[\d;]*m|)"([^"]+)"', name, text)
 
@@ -60,7 +60,7 @@ def users_line() -> str:
     for frame in islice(linked(sys._getframe(2), "f_back"), MAX_FRAMES):
         file = frame.f_code.co_filename
         if is_users(frame):
-            script = "" if file in CELLS else f" of {os.path.basename(file)}"
+            script = "" if file in CELL_NUMBERS else f" of {os.path.basename(file)}"
             return f"line {frame.f_lineno}{script}{', backward' if in_backward else ''}"
         in_backward = in_backward or file == BACKWARD
     return ""

@@ -27,7 +27,7 @@ from ddpnb.compat.asyncio_internals import awaiting
 from ddpnb.protocol.processes import RankStatus
 from ddpnb.rank.collectives.shared_memory import SharedSums
 from ddpnb.rank.group import Group
-from ddpnb.rank.stack import BACKWARD, CELLS, is_users, linked, with_cell_names
+from ddpnb.rank.stack import BACKWARD, CELL_NUMBERS, is_users, linked, with_cell_names
 from ddpnb.rank.training import loop
 
 FUTEX = {"x86_64": "202", "aarch64": "98"}
@@ -58,7 +58,7 @@ def rank_status(group: Group) -> RankStatus:
     call = call or ("all_reduce" if in_shared_sum else name)
     users = next(filter(is_users, [*frames, *awaiting(frames)]), None)
     path = users.f_code.co_filename if users else ""
-    cell = CELLS.get(path, 0)
+    cell = CELL_NUMBERS.get(path, 0)
     return RankStatus(
         rank=group.rank,
         is_busy=users is not None or in_file(frames, loop.__file__),

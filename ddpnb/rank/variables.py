@@ -14,7 +14,7 @@ from torch import nn
 from ddpnb.protocol.cell_messages import REMEDIES, StaleVariable
 from ddpnb.protocol.errors import UserError, closest, summary_of
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.protocol.variables import Parcel, dump, load, opened, packed, receive
+from ddpnb.protocol.variables import Parcel, dump, load_parts, opened, packed, receive
 
 REPLACED = (FunctionType, type, ModuleType, int, float, complex, str, bytes, type(None))
 """Types of functions, classes and constants.  Training cannot modify values of these types."""
@@ -61,7 +61,7 @@ def notebook_functions(key: str, namespace: dict[str, Any]) -> Any:
         raise UserError(
             "This rank no longer has the functions of this comparison. Call ddpnb.compare again."
         )
-    return load(_functions[key], namespace)
+    return load_parts(_functions[key], namespace)
 
 
 _models: dict[tuple[str, str, float], tuple[str, list[bytearray] | UserError]] = {}
@@ -90,7 +90,7 @@ def trained_model(run_id: str) -> nn.Module:
     if isinstance(kept, UserError):
         raise kept
     if kept is not None:
-        model: nn.Module = load(kept)
+        model: nn.Module = load_parts(kept)
         return model
     raise UserError(
         "Rank 0 does not have this model. Rank 0 keeps only the models of the latest "

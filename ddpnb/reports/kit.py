@@ -46,7 +46,7 @@ RANK_COLOURS = (
 """Colours of the ranks in every picture.  Rank 10 has the same colour as rank 0, and so on.
 Source: Petroff, "Accessible color sequences for data visualization", 2021."""
 
-MAX_RANKS = 16
+MAX_DRAWN_RANKS = 16
 """Maximum number of ranks that a figure draws.  A note says how many ranks are not drawn."""
 
 Look = Mapping[str, Any]
@@ -157,7 +157,7 @@ def dress(
     axes.xaxis.set_major_formatter("{x:,g}")
 
 
-def write(
+def write_label(
     axes: "Axes",
     x: float,
     y: float,

@@ -24,7 +24,7 @@ from ddpnb.results.frames import strategy_rows
 Bundle = Mapping[str, Any]
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
-NOTHING: Bundle = {"text/plain": "", "text/html": ""}
+BLANK: Bundle = {"text/plain": "", "text/html": ""}
 COMES_BACK = "If you reload the page, run %ddp_plot to show this again."
 REDRAW_SECONDS, MAX_PAUSE_SECONDS = 0.5, 2.5
 """Minimum and maximum number of seconds between two redraws."""
@@ -43,7 +43,7 @@ class LiveDisplay:
 
     def __init__(self) -> None:
         self._id = ""
-        self._content: Bundle = NOTHING
+        self._content: Bundle = BLANK
 
     def appear(self) -> bool:
         """Also show the content under the current cell.  Return False if nothing was shown yet."""
@@ -140,8 +140,8 @@ class LiveFigureAndTable(Live):
         """Show a text until there is a figure.  If the text is ``""``, show nothing."""
         self._line.show({"text/plain": text, "text/html": f"<p>{escape(text)}</p>"})
         quiet = f'<p style="{QUIET}">{COMES_BACK}</p>'
-        self._figure.show({"text/plain": COMES_BACK, "text/html": quiet} if text else NOTHING)
-        self._table.show(NOTHING)
+        self._figure.show({"text/plain": COMES_BACK, "text/html": quiet} if text else BLANK)
+        self._table.show(BLANK)
 
     def show_progress(self, comparison: Comparison) -> None:
         """Show the line of progress and the figure."""

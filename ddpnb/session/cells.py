@@ -20,7 +20,7 @@ from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.protocol.options import check_options, option
 from ddpnb.protocol.processes import RankCommand
 from ddpnb.reports.formatting import counted
-from ddpnb.reports.inspection.traces import TraceResult, joined
+from ddpnb.reports.inspection.traces import TraceResult, join_traces
 from ddpnb.reports.live import Live, LiveFigureAndTable, live
 from ddpnb.reports.notebook import show_value, warn
 from ddpnb.reports.result import ComparisonResult
@@ -175,7 +175,7 @@ class RunningCell(Background):
         script, number = self._spec.script, self._spec.execution_count
         name = Path(script.name).name if script else f"Cell {number or ''}".strip()
         states = self._cluster.states
-        self.trace = joined(
+        self.trace = join_traces(
             f"{name} on {counted(len(self.ranks), 'rank')}",
             recorded,
             hosts=[state.host for state in states],

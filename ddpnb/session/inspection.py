@@ -13,7 +13,13 @@ from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.inspection.buckets import DdpInspection
-from ddpnb.reports.inspection.replicas import Finding, ReplicaCheck, find, measured, with_causes
+from ddpnb.reports.inspection.replicas import (
+    Finding,
+    ReplicaCheck,
+    findings_of,
+    with_causes,
+    with_size,
+)
 from ddpnb.results.recorder import new_id
 from ddpnb.session.asking import ask
 from ddpnb.session.comparison import with_devices
@@ -32,7 +38,7 @@ def check_replicas(cluster: Cluster, names: Sequence[str]) -> ReplicaCheck:
             "No rank has a model or an optimizer. Create a model in a %%ddp cell, or name a "
             "variable to compare, such as %ddp_check x."
         )
-    found = [_measure(cluster, each) for each in find(replicas)]
+    found = [_measure(cluster, each) for each in findings_of(replicas)]
     return ReplicaCheck(findings=with_causes(found, replicas), ranks=tuple(cluster.ranks))
 
 
@@ -43,7 +49,7 @@ def _measure(cluster: Cluster, finding: Finding) -> Finding:
     ranks = finding.measured_ranks
     wanted = finding.name, finding.part, finding.tensor, finding.chunks
     found = ask(cluster, calls.elements(ranks, *wanted))
-    return measured(finding, [each for rank in ranks if (each := found[rank]) is not None])
+    return with_size(finding, [each for rank in ranks if (each := found[rank]) is not None])
 
 
 # -- what happens in a step of DDP? --------------------------------------------------------

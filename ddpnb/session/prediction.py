@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ddpnb.prediction.calibrate import Measured, SizeClass, calibrate
-from ddpnb.prediction.predict import Question, predict
+from ddpnb.prediction.predict import Question, answer
 from ddpnb.protocol.catalogue import BASELINE, CEILING
 from ddpnb.protocol.cores import num_cores
 from ddpnb.protocol.errors import UserError
@@ -27,7 +27,7 @@ FLOAT_BYTES = 4
 def predicted(store: Store, question: Question, run: str = "") -> PredictionResult:
     """Return a prediction from a stored comparison (default: the latest of this machine)."""
     measured = measured_in(_comparison(store, run))
-    return PredictionResult(predict(calibrate(measured), question))
+    return PredictionResult(answer(calibrate(measured), question))
 
 
 def measured_in(comparison: Comparison) -> Measured:

@@ -15,7 +15,7 @@ from ddpnb.cluster.group import bring_back
 from ddpnb.cluster.interrupts import noted_interrupts
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.processes import preload
-from ddpnb.cluster.wording import say, sentence, them
+from ddpnb.cluster.wording import say, them, to_sentence
 from ddpnb.hosts.processes import start_cluster
 from ddpnb.protocol.calls import Result
 from ddpnb.protocol.cell_messages import CellSpec, Failure, Script
@@ -299,7 +299,7 @@ class Session:
         ]
         if more := {*new} - {*asked}:
             again = f"ddpnb has restarted {them(more)}, too, without variables."
-            warn(f"{sentence(say(more, 'has ended'))} {again}")
+            warn(f"{to_sentence(say(more, 'has ended'))} {again}")
         return with_notes(ranks_table(cluster.states), cluster)
 
     def _refuse_if_training(self) -> None:

@@ -35,7 +35,7 @@ def status_table(cluster: Cluster, busy: Collection[int], notes: Sequence[str] =
     return with_notes(replace(table, caption=caption, notes=(*lost, *notes)), cluster)
 
 
-def describe_ranks(cluster: Cluster) -> str:
+def describe_positions(cluster: Cluster) -> str:
     """Return the current position of each rank as text, with the stacks of busy ranks."""
     asked = {
         rank: [

@@ -30,7 +30,7 @@ REMOVAL_SECONDS = 0.2
 def push(cluster: Cluster, variables: Mapping[str, object], ranks: str | None) -> None:
     """Copy variables to ranks; raise UserError and send nothing if a variable cannot be sent."""
     chosen = parse_ranks(ranks, len(cluster.ranks))
-    send(cluster, pickled(variables, dict(variables)), variables, chosen, calls.push)
+    send_parts(cluster, pickled(variables, dict(variables)), variables, chosen, calls.push)
 
 
 def pickled(variables: Mapping[str, object], value: object) -> list[memoryview]:
@@ -41,7 +41,7 @@ def pickled(variables: Mapping[str, object], value: object) -> list[memoryview]:
         raise UserError(explain(variables, error)) from error
 
 
-def send(
+def send_parts(
     cluster: Cluster,
     parts: Sequence[memoryview],
     names: Iterable[str],
@@ -204,7 +204,7 @@ class NotebookFunctions:
     def send(self, cluster: Cluster, ranks: Sequence[int]) -> None:
         """Send the functions to ranks.  Ranks keep them until another comparison has functions."""
         keep = partial(calls.keep_functions, self.key)
-        send(cluster, self.parts, self.names, ranks, keep)
+        send_parts(cluster, self.parts, self.names, ranks, keep)
 
 
 def _cell_of(found: Mapping[str, object], key: str) -> str:

@@ -27,7 +27,7 @@ from ddpnb.reports.live import live
 from ddpnb.results.store import Store
 from ddpnb.session.comparison import prepare
 from ddpnb.session.comparison_spec import ComparisonSpec
-from ddpnb.session.status import describe_ranks
+from ddpnb.session.status import describe_positions
 from ddpnb.session.training import RunningComparison
 from ddpnb.session.variables import pull as pull_variable
 from tests.programs import find_program
@@ -187,7 +187,7 @@ def stop_endless(watch: Watch, seen: list[str]) -> None:
         }
         time.sleep(1.0)
         seen.extend(f"rank {rank}: {each.done() and each.result()}" for rank, each in asked.items())
-    seen.append(describe_ranks(watch.cluster))
+    seen.append(describe_positions(watch.cluster))
     seen.append(repr(watch))
     watch.stop_requested = True
 

@@ -148,7 +148,7 @@ def test_nothing_listens_outside_loopback(cluster: Cluster):
 def test_a_start_survives_lost_messages_and_stop_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
     """A busy controller loses messages, or connects to an engine later than the engine to it."""
     asked, sent = [], []
-    connect, send = ipp.Client._connect, ipyparallel_internals.send
+    connect, send = ipp.Client._connect, ipyparallel_internals.start_call
 
     def leave_the_first_unanswered(client: ipp.Client, *args: object) -> None:
         asked.append(client)

@@ -71,7 +71,7 @@ def missing_features_without_gather(pipe: Connection) -> None:
     """Give two collectives another form, and send the sentences about missing features."""
     METHODS["gather"] = replace(METHODS["gather"], operation="gather_of_another_version_")
     METHODS["reduce"] = replace(METHODS["reduce"], root=0)
-    pipe.send((mismatch.missing_features(), torch_internals.intercepts_collectives.works))
+    pipe.send((mismatch.missing_checks(), torch_internals.intercepts_collectives.works))
 
 
 def in_a_process(job: Any, *args: Any) -> Any:
@@ -89,7 +89,7 @@ def test_there_is_a_way_to_break_each_probe():
 
 def test_nothing_is_off_with_the_versions_installed():
     assert in_a_process(missing_features, "") == ()
-    assert mismatch.missing_features() == ()
+    assert mismatch.missing_checks() == ()
 
 
 @pytest.mark.parametrize("name", LOOKED_AT)

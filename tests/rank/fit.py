@@ -17,7 +17,7 @@ from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.tasks.base import OptimizerFactory, Supervised, Task
 from ddpnb.rank.tasks.batches import BatchSchedule, every_step
 from ddpnb.rank.tasks.samples import TensorSamples
-from ddpnb.rank.training.run import Run, Surroundings
+from ddpnb.rank.training.run import Surroundings, TrainingRun
 from tests.rank.runs import spec_of
 
 BeforeStep = Callable[[int, int], None]
@@ -98,9 +98,9 @@ class Problem:
         chosen = {"batch_size": self.batch_size, "num_epochs": self.num_epochs}
         return BatchSchedule(64, num_ranks=num_ranks, seed=0, **chosen)
 
-    def context(self, strategy: Strategy, state: RankState, folder: Path) -> Run:
+    def context(self, strategy: Strategy, state: RankState, folder: Path) -> TrainingRun:
         samples = TensorSamples(self.data())
-        return Run(
+        return TrainingRun(
             spec=spec_of("ddp", accumulate=self.accumulate, clip=self.clip),
             here=Surroundings(state=state, folder=folder),
             plan=strategy.plan(state),

@@ -62,7 +62,7 @@ def inspected(state: RankState, folder: Path, is_ddp: bool, given: dict[str, Any
     names, spec = namespace_of(state, is_ddp=is_ddp), spec_of(given)
     before = everything(names)
     here = Surroundings(state=state, namespace=names, folder=folder)
-    shapes, unused = ddp_steps.find(spec, here)
+    shapes, unused = ddp_steps.check_model_here(spec, here)
     spec = replace(spec, finds_unused=bool(unused))
     report = ddp_steps.measure(spec, here)
     assert all(map(torch.equal, before, everything(names)))
@@ -140,4 +140,4 @@ def test_a_mistake_is_one_sentence(given: dict[str, str], named: str):
     state = make_state(0, 2)
     here = Surroundings(state=state, namespace=namespace_of(state, is_ddp=False))
     with pytest.raises(UserError, match=named):
-        ddp_steps.find(spec_of(given), here)
+        ddp_steps.check_model_here(spec_of(given), here)

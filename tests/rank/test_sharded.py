@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpnb.rank.strategies.fsdp import layers_of
+from ddpnb.rank.strategies.fsdp import gathered_layers
 from ddpnb.rank.tasks import text
 from tests.rank.fit import Problem, by_hand, by_strategy, distance
 
@@ -71,6 +71,6 @@ def test_fsdp_sends_its_part_for_each_gather_and_scatter(ranks, accumulate):
 
 def test_layers_are_what_is_called_by_itself_and_shares_nothing():
     model = Blocks()
-    assert set(layers_of(model)) == {*model.blocks[1:], model.often[1], model.tied[2][0]}
+    assert set(gathered_layers(model)) == {*model.blocks[1:], model.often[1], model.tied[2][0]}
     transformer = text.Transformer()
-    assert set(layers_of(transformer)) == {*transformer.layers, *transformer.last}
+    assert set(gathered_layers(transformer)) == {*transformer.layers, *transformer.last}

@@ -15,7 +15,7 @@ from ddpnb.rank.collectives.intercept import listening
 from ddpnb.rank.collectives.trace import TraceRecorder
 from ddpnb.rank.connections import bytes_sent
 from ddpnb.rank.inspection import collective
-from ddpnb.rank.inspection.collective import show
+from ddpnb.rank.inspection.collective import run_collective
 from ddpnb.reports.inspection.collective import CollectiveResult
 
 SIZE = 30_000
@@ -119,7 +119,7 @@ def test_a_trace_is_bounded_and_counts_the_rest(ranks):
 
 
 def shown(state, folder, spec: CollectiveSpec):
-    return show(spec, device=torch.device("cpu"))
+    return run_collective(spec, device=torch.device("cpu"))
 
 
 def test_a_collective_shown_counts_the_bytes_on_the_sockets(ranks):

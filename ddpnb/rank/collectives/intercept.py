@@ -22,7 +22,7 @@ from typing import Any, TypeVar, final
 import torch.distributed as dist
 
 from ddpnb.compat import torch_internals
-from ddpnb.rank.collectives.table import METHODS, NO_ROOT, Call, Collective
+from ddpnb.rank.collectives.table import METHODS, NO_ROOT, Collective, CollectiveCall
 
 
 class Listener:
@@ -35,24 +35,24 @@ class Listener:
         cls.hears_waits = cls.waiting is not Listener.waiting
         cls.hears_ends = cls.ended is not Listener.ended
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: CollectiveCall) -> None:
         """Run before the backend gets a call.  To reject the call, a listener raises an error."""
 
-    def make(self, call: Call) -> Any:
+    def make(self, call: CollectiveCall) -> Any:
         """Make a call and return its work, or return None to let the backend make the call."""
         return None
 
-    def refused(self, call: Call, error: BaseException) -> None:
+    def refused(self, call: CollectiveCall, error: BaseException) -> None:
         """Run if a call has failed before the backend ran the call."""
 
-    def waiting(self, call: Call) -> AbstractContextManager[object]:
+    def waiting(self, call: CollectiveCall) -> AbstractContextManager[object]:
         """Return a context manager that is active while Python code waits for a call.
 
         For a blocking call, ddpnb enters the context before the backend gets the call.
         """
         return contextlib.nullcontext()
 
-    def ended(self, call: Call) -> None:
+    def ended(self, call: CollectiveCall) -> None:
         """Run once when a call is complete.  Any thread may run this method."""
 
 
@@ -119,7 +119,7 @@ def _method(collective: Collective, original: Callable[..., Any]) -> Callable[..
         if root is None:  # no listener, or arguments that torch.distributed never passes
             return original(group, *arguments, **options)
         blocks = not getattr(settings, "asyncOp", True)
-        call = Call(collective, group, arguments, root, is_blocking=blocks)
+        call = CollectiveCall(collective, group, arguments, root, is_blocking=blocks)
 
         def make() -> Any:
             work = _made_by(listeners, call)
@@ -146,7 +146,7 @@ def _kernel(collective: Collective) -> Callable[..., Any]:
         root = NO_ROOT if collective.root is None else rest[collective.root]
         blocks = collective.name == "broadcast"  # C++ waits at once, and ddpnb cannot see this wait
         compared = arguments[:num] + rest
-        call = Call(collective, group, compared, root, is_blocking=blocks, is_in_cpp=True)
+        call = CollectiveCall(collective, group, compared, root, is_blocking=blocks, is_in_cpp=True)
         made: Any = None
 
         def make() -> Any:
@@ -168,7 +168,7 @@ def _kernel(collective: Collective) -> Callable[..., Any]:
     return kernel
 
 
-def _made_by(listeners: Listeners, call: Call) -> Any:
+def _made_by(listeners: Listeners, call: CollectiveCall) -> Any:
     """Return the work of a call that a listener makes, or None if no listener makes the call."""
     return next((work for each in listeners if (work := each.make(call)) is not None), None)
 
@@ -180,7 +180,7 @@ def _root_of(collective: Collective, arguments: Sequence[Any], settings: Any) ->
     return NO_ROOT if collective.root is None else getattr(settings, "rootRank", None)
 
 
-def _followed(call: Call, listeners: Listeners, make: Callable[[], Any]) -> Any:
+def _followed(call: CollectiveCall, listeners: Listeners, make: Callable[[], Any]) -> Any:
     has_ends = any(each.hears_ends for each in listeners)
     if not has_ends and not any(each.hears_waits for each in listeners):
         return _issued(call, listeners, make)
@@ -198,7 +198,7 @@ def _followed(call: Call, listeners: Listeners, make: Callable[[], Any]) -> Any:
     return work
 
 
-def _issued(call: Call, listeners: Listeners, make: Callable[[], Any]) -> Any:
+def _issued(call: CollectiveCall, listeners: Listeners, make: Callable[[], Any]) -> Any:
     try:
         for each in listeners:
             each.begin(call)
@@ -210,7 +210,7 @@ def _issued(call: Call, listeners: Listeners, make: Callable[[], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _heard(call: Call, listeners: Listeners) -> Iterator[None]:
+def _heard(call: CollectiveCall, listeners: Listeners) -> Iterator[None]:
     """Return a context manager that enters the ``waiting`` contexts of all listeners."""
     with contextlib.ExitStack() as waits:
         for each in listeners:
@@ -221,7 +221,7 @@ def _heard(call: Call, listeners: Listeners) -> Iterator[None]:
 _ending = threading.Lock()
 
 
-def _end(call: Call, listeners: Listeners) -> None:
+def _end(call: CollectiveCall, listeners: Listeners) -> None:
     with _ending:
         if not call.is_ended:
             call.is_ended = True
@@ -233,7 +233,7 @@ def _end(call: Call, listeners: Listeners) -> None:
 class Exchange(dist.Work):
     """The ``Work`` of an asynchronous call.  It tells listeners about waits and the call's end."""
 
-    def __init__(self, work: Any, call: Call, listeners: Listeners) -> None:
+    def __init__(self, work: Any, call: CollectiveCall, listeners: Listeners) -> None:
         super().__init__()
         self._work, self._call, self._listeners = work, call, listeners
         has_ends = any(each.hears_ends for each in listeners)

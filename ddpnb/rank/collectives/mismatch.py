@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 
 from ddpnb.compat import torch_internals
-from ddpnb.compat.probe import sentence
+from ddpnb.compat.probe import disabled_sentence
 from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.rank.collectives import intercept
 from ddpnb.rank.collectives.shared_memory import mapped_file
-from ddpnb.rank.collectives.table import METHODS, NO_ROOT, Call
+from ddpnb.rank.collectives.table import METHODS, NO_ROOT, CollectiveCall
 from ddpnb.rank.stack import users_line
 
 NOT_COMPARED = -1
@@ -96,7 +96,7 @@ class MismatchCheck(intercept.Listener):
             found[group.group_name] = 0 if log is None else log.num_made
         return found
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: CollectiveCall) -> None:
         """Compare a call with the other ranks' calls.
 
         Raises:
@@ -121,12 +121,12 @@ class MismatchCheck(intercept.Listener):
         call.notes[self] = log
         log.write(entry, users_line())
 
-    def refused(self, call: Call, error: BaseException) -> None:
+    def refused(self, call: CollectiveCall, error: BaseException) -> None:
         """Withdraw a call that has not reached the backend."""
         if self in call.notes:
             call.notes[self].take_back(is_certain=isinstance(error, Exception))
 
-    def _open(self, call: Call) -> "CollectiveLog | None":
+    def _open(self, call: CollectiveCall) -> "CollectiveLog | None":
         """Return a new group's log; None for an unknown group, a single rank or a full disk."""
         group, ranks, log = call.group, call.ranks, None
         if not ranks:  # torch.distributed does not know this group (yet)
@@ -142,13 +142,13 @@ class MismatchCheck(intercept.Listener):
         return log
 
 
-def missing_features() -> tuple[str, ...]:
+def missing_checks() -> tuple[str, ...]:
     """If ddpnb cannot compare some of the collectives, return a warning with their names."""
     names = sorted({each.name for each in METHODS.values() if not intercept.is_known(each)})
     if not names or not torch_internals.intercepts_collectives.works:
         return ()  # the probe itself reports that no collective can be compared
     lost = f"only `--check` can compare these calls before they run: {', '.join(names)}"
-    return (sentence("torch", lost),)
+    return (disabled_sentence("torch", lost),)
 
 
 class CallRecord(NamedTuple):
@@ -169,7 +169,7 @@ class CallRecord(NamedTuple):
         return self.checksum == other.checksum and (len(sizes) == 1 or NOT_COMPARED in sizes)
 
 
-def entry_of(call: Call, ranks: Sequence[int]) -> CallRecord:
+def entry_of(call: CollectiveCall, ranks: Sequence[int]) -> CallRecord:
     """Return the entry of a call in a group with the given ranks."""
     name, tensors = call.name, call.tensors
     if call.root != NO_ROOT:

@@ -76,7 +76,7 @@ METHODS |= {
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class CollectiveCall:
     """One call that this rank makes.  ``intercept`` passes the call to the listeners."""
 
     collective: Collective

@@ -14,7 +14,7 @@ from ddpnb.compat import torch_internals
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.trace import RankSpans, Span
 from ddpnb.rank.collectives.intercept import Listener
-from ddpnb.rank.collectives.table import Call
+from ddpnb.rank.collectives.table import CollectiveCall
 from ddpnb.rank.stack import users_line
 
 MAX_SPANS: Final = 20_000
@@ -38,7 +38,7 @@ class TraceRecorder(Listener):
         self._calls: list[dict[str, Any]] = []  # the calls themselves would keep tensors alive
         self._num_dropped = 0
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: CollectiveCall) -> None:
         """Record the start of a call."""
         if len(self._calls) >= MAX_SPANS:
             self._num_dropped += 1
@@ -53,12 +53,12 @@ class TraceRecorder(Listener):
         self._calls.append(noted)
         noted["start"] = time.monotonic()
 
-    def ended(self, call: Call) -> None:
+    def ended(self, call: CollectiveCall) -> None:
         """Record that a call is complete."""
         if self in call.notes:
             call.notes[self]["end"] = time.monotonic()
 
-    def refused(self, call: Call, error: BaseException) -> None:
+    def refused(self, call: CollectiveCall, error: BaseException) -> None:
         """Record that a call has failed."""
         self.ended(call)
 
@@ -80,7 +80,7 @@ class TraceRecorder(Listener):
         return sum("end" not in noted for noted in self._calls)
 
 
-def _ranks_of(call: Call) -> tuple[int, ...]:
+def _ranks_of(call: CollectiveCall) -> tuple[int, ...]:
     """Return a collective's ranks, or the sender (if known) and the receiver of a message."""
     if not call.collective.is_message:
         return call.ranks

@@ -29,7 +29,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Parts, StepEvent
 from ddpnb.rank.clock import Clock, Moment, Phase, completed
 from ddpnb.rank.collectives.shared_memory import Board, SharedSums
-from ddpnb.rank.collectives.table import Call
+from ddpnb.rank.collectives.table import CollectiveCall
 from ddpnb.rank.emulation import Emulation
 
 LEAST_BYTES: Final = 1 << 14
@@ -44,7 +44,7 @@ SUMS = ("all_reduce", "reduce", "send")
 class _Pending:
     """An issued collective with an end time that the clock has not computed yet."""
 
-    call: Call
+    call: CollectiveCall
     number: int
     num_buckets: int
     seconds: float
@@ -249,7 +249,7 @@ class VirtualClock(Clock):
 
     # -- collectives --------------------------------------------------------------------------
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: CollectiveCall) -> None:
         """Post the time at which this rank is ready for a call."""
         if self._is_paused:
             return
@@ -286,7 +286,7 @@ class VirtualClock(Clock):
         call.notes[self] = partial(self._wait_for, pending)
         self._calls.append(pending)
 
-    def _is_late(self, call: Call, *, is_needed: bool) -> bool:
+    def _is_late(self, call: CollectiveCall, *, is_needed: bool) -> bool:
         """Return True for calls of FSDP whose results a GPU does not need at once.
 
         In a backward pass, FSDP gathers a layer before it computes the layer after.  Only the first
@@ -297,7 +297,7 @@ class VirtualClock(Clock):
         self._num_gathers += 1
         return self._computing == "backward" and self._num_gathers > 1
 
-    def _copy(self, call: Call) -> None:
+    def _copy(self, call: CollectiveCall) -> None:
         """Advance by the time that copies to and from buffers add to a step, e.g. DDP's buckets."""
         num = sum(tensor.numel() for tensor in call.tensors)
         share = min(4 * self.scale * num / self._usual_bytes, 1.0 - self._copied_share)
@@ -328,7 +328,7 @@ class VirtualClock(Clock):
             self._settle(ahead[-1])
         return self.seconds, self.seconds
 
-    def make(self, call: Call) -> Any:
+    def make(self, call: CollectiveCall) -> Any:
         """Make an all-reduce in shared memory if it sums one large float tensor on the CPU."""
         tensors, arguments = call.tensors, call.arguments
         if call.name != "all_reduce" or call.group.size() == 1 or len(tensors) != 1:
@@ -339,7 +339,7 @@ class VirtualClock(Clock):
         return torch_internals.lone_group().allreduce(tensors)
 
     @contextlib.contextmanager
-    def waiting(self, call: Call) -> Iterator[None]:
+    def waiting(self, call: CollectiveCall) -> Iterator[None]:
         """Advance to the end of a call that Python code has waited for."""
         yield
         if settle := call.notes.pop(self, None):
@@ -372,7 +372,7 @@ class VirtualClock(Clock):
 
     # -- messages -----------------------------------------------------------------------------
 
-    def _begin_message(self, call: Call, cost: Cost) -> None:
+    def _begin_message(self, call: CollectiveCall, cost: Cost) -> None:
         """Post the time at which a message is sent, or prepare to wait for a message."""
         self.computed()
         if call.collective.is_from_any:

@@ -25,7 +25,7 @@ FEW_CELLS = 8
 """Approximate number of elements that ddpnb shows for each tensor."""
 
 
-def show(spec: CollectiveSpec, *, device: torch.device) -> CollectiveShown | None:
+def run_collective(spec: CollectiveSpec, *, device: torch.device) -> CollectiveShown | None:
     """Run a collective, time it and count its bytes.  On ranks outside the group, return None.
 
     Every rank of the cluster takes part.

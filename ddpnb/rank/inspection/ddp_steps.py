@@ -65,7 +65,7 @@ class Subject:
     """True if DDP looks for parameters that do not contribute to the loss."""
 
 
-def find(
+def check_model_here(
     spec: InspectSpec, here: Surroundings
 ) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
     """Check the model on this rank without communication.
@@ -92,7 +92,8 @@ def find(
 def measure(spec: InspectSpec, here: Surroundings) -> tuple[CapReport, ...]:
     """Take steps with each value of ``bucket_cap_mb``, beginning with the model's own value.
 
-    Every rank takes part, with the same ``spec`` and folder.  ``find`` must have accepted ``spec``.
+    Every rank takes part, with the same ``spec`` and folder.  ``check_model_here`` must have
+    accepted ``spec``.
     """
     device, rank = torch.device(here.state.device), here.state.rank
     with preserve_globals(device):

@@ -21,11 +21,11 @@ MAX_INDICES = 2_000_000
 """Maximum number of indices for one rank in all epochs together.  These indices take 8 MB."""
 
 
-def samples(spec: SamplerSpec, state: RankState, namespace: Mapping[str, Any]) -> RankSamples:
+def handed_out(spec: SamplerSpec, state: RankState, namespace: Mapping[str, Any]) -> RankSamples:
     """Return this rank's samples, from a copy of the user's sampler or a ``DistributedSampler``."""
     if spec.expression:
         held = sampler_in(spec.expression, namespace)
-        found = [getattr(each, name, None) for each in layers_of(held) for name in DATA]
+        found = [getattr(each, name, None) for each in samplers_in(held) for name in DATA]
         data = [each for each in found if each is not None]
         sampler = copy.deepcopy(held, {id(each): each for each in data})
         num_samples = next((len(each) for each in data if hasattr(each, "__len__")), 0)
@@ -38,7 +38,7 @@ def samples(spec: SamplerSpec, state: RankState, namespace: Mapping[str, Any]) -
             shuffle=spec.shuffle,
             drop_last=spec.drop_last,
         )
-    layers = layers_of(sampler)
+    layers = samplers_in(sampler)
     settable = [each for each in layers if hasattr(each, "set_epoch")]
     was_set = any(getattr(each, "epoch", 1) for each in settable)
     sets_epoch = spec.sets_epoch and (was_set or not spec.expression)
@@ -74,7 +74,7 @@ def sampler_in(name: str, namespace: Mapping[str, Any]) -> Any:
     return value
 
 
-def layers_of(sampler: Any) -> list[Any]:
+def samplers_in(sampler: Any) -> list[Any]:
     """Return a sampler and the samplers inside it, with the innermost sampler last."""
     layers = [sampler]
     while isinstance(inner := getattr(layers[-1], "sampler", None), Sampler):

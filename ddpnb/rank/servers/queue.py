@@ -27,7 +27,7 @@ NO_RANK = -1
 Gradients = Sequence[Tensor | None]
 """List with the gradient of each parameter, or None for a parameter without a gradient."""
 
-Request = Literal["begin", "step", "finish", "fail"]
+WorkerRequest = Literal["begin", "step", "finish", "fail"]
 """A worker's request: get the first shards and parameters after all workers have joined; report a
 step and get the next shard and parameters; get the final parameters after the last step of all
 workers; report that the worker has failed (without a reply)."""
@@ -139,7 +139,7 @@ class WorkQueue:
     def handle(
         self,
         rank: int,
-        request: Request,
+        request: WorkerRequest,
         weight: float = 0.0,
         gradients: Gradients = (),
         incarnation: object = None,

@@ -128,7 +128,7 @@ def mapped(descriptor: int, like: Sequence[Tensor], num_slots: int) -> list[Slot
     return list(zip(pieces[::2], pieces[1::2], strict=True))
 
 
-def limit(connection: Connection, timeout_seconds: float) -> bool:
+def limit_seconds(connection: Connection, timeout_seconds: float) -> bool:
     """Limit each read and write of a connection. Return True if both ends are on one host."""
     seconds = timeout_seconds
     with limit_waits(connection, write_seconds=seconds, read_seconds=seconds) as end:
@@ -203,7 +203,7 @@ class Server:
     def _serve(self, queue: WorkQueue, connection: Connection) -> None:
         """Serve one worker until it is done, is lost or has failed."""
         with connection, contextlib.suppress(EOFError, OSError, AuthenticationError):
-            is_local = limit(connection, self._timeout)
+            is_local = limit_seconds(connection, self._timeout)
             if not is_local:
                 deliver_challenge(connection, self.key)
                 answer_challenge(connection, self.key)

@@ -25,15 +25,15 @@ from ddpnb.rank.servers.queue import (
     NO_RANK,
     Gradients,
     Reply,
-    Request,
     UpdateCounter,
+    WorkerRequest,
     WorkQueue,
 )
 from ddpnb.rank.servers.server import (
     STALLED_SECONDS,
     PackedTensors,
     Server,
-    limit,
+    limit_seconds,
     mapped,
     pack,
     received,
@@ -181,7 +181,7 @@ class AsynchronousStrategy(Strategy):
         worker = self.worker
         self._connection = connection = self.opened.enter_context(Client(address))
         # Rank 0's queue should report a timeout first.
-        is_local = limit(connection, 1.5 * self.timeout)
+        is_local = limit_seconds(connection, 1.5 * self.timeout)
         end = worker.cancellation.held(lambda: shut_down(connection.fileno()))
         self.opened.enter_context(end)
         if not is_local:
@@ -196,7 +196,7 @@ class AsynchronousStrategy(Strategy):
         else:
             self._copy, self._gradients = pack(self.trained), pack(self.trained)
 
-    def _ask(self, request: Request, weight: float = 0.0, gradients: Gradients = ()) -> Reply:
+    def _ask(self, request: WorkerRequest, weight: float = 0.0, gradients: Gradients = ()) -> Reply:
         """Send a request to the queue. On rank 0, raise the queue's error if there is one."""
         if self.queue is None:
             reply = self._sent(request, weight, gradients)
@@ -215,7 +215,7 @@ class AsynchronousStrategy(Strategy):
         self.worker.version = reply.version
         return reply
 
-    def _sent(self, request: Request, weight: float, gradients: Gradients) -> Reply:
+    def _sent(self, request: WorkerRequest, weight: float, gradients: Gradients) -> Reply:
         """Send a request to rank 0, and return the reply."""
         try:
             # If rank 0 has disconnected, read its last reply, which contains the reason.

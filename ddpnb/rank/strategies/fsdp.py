@@ -70,7 +70,7 @@ class Fsdp(Strategy):
         # Import it here, because the import takes a second and other strategies do not need it.
         fsdp = importlib.import_module("torch.distributed.fsdp")
         mesh = DeviceMesh.from_group(dist.group.WORLD, worker.device.type)
-        for layer in (*layers_of(worker.model), worker.model):
+        for layer in (*gathered_layers(worker.model), worker.model):
             fsdp.fully_shard(layer, mesh=mesh, reshard_after_forward=self.reshard)
             # gloo can sum on the GPU, but it cannot average.
             layer.set_force_sum_reduction_for_comms(dist.get_backend() == "gloo")
@@ -119,7 +119,7 @@ class Fsdp(Strategy):
             self.thawed = (*self.thawed, name)
 
 
-def layers_of(model: nn.Module) -> list[Any]:
+def gathered_layers(model: nn.Module) -> list[Any]:
     """Return the layers, which are the modules that torch gathers one by one.
 
     Torch gathers a module's parameters when the module is called. Therefore, a layer must be a

@@ -33,7 +33,7 @@ Collate = Callable[[list[Any]], Tree]
 NUM_PREFETCHED = 2
 """Default number of shards that each data process prepares while this worker trains on one."""
 
-Request = tuple[Shard, Tensor]
+ShardRequest = tuple[Shard, Tensor]
 """A shard and the indices of its samples."""
 
 
@@ -227,7 +227,7 @@ def _wrong(split: str, what: str) -> UserError:
 
 @contextlib.contextmanager
 def prefetching(
-    samples: DatasetSamples, requests: Iterable[Request], num_processes: int, *, seed: int
+    samples: DatasetSamples, requests: Iterable[ShardRequest], num_processes: int, *, seed: int
 ) -> Iterator[Iterator[tuple[Shard, Tree]]]:
     """Yield shards with their samples. Other processes fetch the samples.
 
@@ -270,7 +270,7 @@ class _Fetched(Dataset[Any]):
     def __init__(self, samples: DatasetSamples) -> None:
         self.samples = samples
 
-    def __getitem__(self, request: Request | None) -> tuple[Shard, Tree] | UserError | None:
+    def __getitem__(self, request: ShardRequest | None) -> tuple[Shard, Tree] | UserError | None:
         if request is None:
             return None
         try:

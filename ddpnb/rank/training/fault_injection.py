@@ -25,7 +25,7 @@ from ddpnb.protocol.messages import Mark, MarkKind
 from ddpnb.protocol.notation import parse_kills, parse_slow
 from ddpnb.rank.device import synchronize, timed
 from ddpnb.rank.emulation import ComputeTimes
-from ddpnb.rank.training.run import Run
+from ddpnb.rank.training.run import TrainingRun
 from ddpnb.rank.worker import Batch, Worker
 
 KILL_TIMEOUT_SECONDS = 1.0
@@ -43,7 +43,7 @@ def measure_compute_seconds(worker: Worker, batch: Batch) -> float:
 class FaultInjector:
     """Delays or kills this process during a run.  A restarted process is not killed again."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrainingRun) -> None:
         self._run = run
         spec, workers, is_new = run.spec, run.workers, run.here.rejoin_info is None
         self._slow = [fault for fault in parse_slow(spec.slow) if fault.rank in workers]

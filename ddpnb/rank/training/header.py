@@ -5,13 +5,13 @@ from torch.optim import SGD, Optimizer
 
 from ddpnb.protocol.messages import RunHeader
 from ddpnb.protocol.notation import parse_kills, parse_slow
-from ddpnb.rank.training.run import Run
+from ddpnb.rank.training.run import TrainingRun
 from ddpnb.rank.worker import Worker
 
 _CEILING_NOTE = "This ceiling (upper bound) was trained briefly and timed, but not evaluated."
 
 
-def header_of(run: Run, worker: Worker) -> RunHeader:
+def header_of(run: TrainingRun, worker: Worker) -> RunHeader:
     """Return the header of the run, with its ranks, devices, data and notes."""
     plan, is_emulated = run.plan, run.spec.is_emulated
     of_plan = () if is_emulated else plan.notes
@@ -33,7 +33,7 @@ def header_of(run: Run, worker: Worker) -> RunHeader:
     )
 
 
-def _num_devices(run: Run) -> int:
+def _num_devices(run: TrainingRun) -> int:
     """Return the number of devices that the workers use: GPUs, or ranks' shares of the CPU."""
     num_workers = run.plan.num_workers
     if run.state.shares_device:
@@ -41,7 +41,7 @@ def _num_devices(run: Run) -> int:
     return run.plan.num_devices or num_workers
 
 
-def _notes(run: Run) -> list[str]:
+def _notes(run: TrainingRun) -> list[str]:
     spec, plan = run.spec, run.plan
     faults = [(fault.rank, f"is {fault.text} on purpose") for fault in parse_slow(spec.slow)]
     for rank, seconds in parse_kills(spec.kill).items():

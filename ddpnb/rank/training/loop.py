@@ -39,7 +39,7 @@ from ddpnb.rank.training.agreement import disagreement
 from ddpnb.rank.training.evaluation import BATCHNORM_NOTE
 from ddpnb.rank.training.fault_injection import FaultInjector
 from ddpnb.rank.training.header import header_of
-from ddpnb.rank.training.run import Publish, Run, Surroundings, load_run
+from ddpnb.rank.training.run import Publish, Surroundings, TrainingRun, load_run
 from ddpnb.rank.training.snapshots import Snapshots, judged
 from ddpnb.rank.worker import Activations, Worker, is_switched
 
@@ -108,7 +108,7 @@ def train(
         return judged(model, run, snapshots, keep, should_stop)
 
 
-def _trained(run: Run, should_stop: Callable[[], bool]) -> tuple[nn.Module, Snapshots]:
+def _trained(run: TrainingRun, should_stop: Callable[[], bool]) -> tuple[nn.Module, Snapshots]:
     """Train a run; return the trained model and the copies made during training."""
     with contextlib.ExitStack() as opened:
         # -- rehearse ---------------------------------------------------------------------
@@ -161,7 +161,7 @@ def _trained(run: Run, should_stop: Callable[[], bool]) -> tuple[nn.Module, Snap
     return model, snapshots
 
 
-def rehearse(run: Run, activations: Activations) -> None:
+def rehearse(run: TrainingRun, activations: Activations) -> None:
     """Train a warm-up model for a few steps and discard it.  Every rank of the plan takes part.
 
     The warm-up steps load code, start threads, fill the memory allocator and compile the user's
@@ -186,7 +186,7 @@ def release_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _rehearsed(run: Run, num_steps: int) -> Iterator[Shard]:
+def _rehearsed(run: TrainingRun, num_steps: int) -> Iterator[Shard]:
     """Yield this rank's shards of the first batches, then a shard of each size not among them.
 
     Every rank of the plan gets the same number of shards, without using the work queue.
@@ -209,7 +209,7 @@ def _rehearsed(run: Run, num_steps: int) -> Iterator[Shard]:
 
 
 def _train(
-    run: Run,
+    run: TrainingRun,
     strategy: Strategy,
     worker: Worker,
     source: Iterator[tuple[Shard, Tree]],
@@ -277,7 +277,7 @@ class Stop:
     has been asked to stop.
     """
 
-    def __init__(self, run: Run, wanted: Callable[[], bool]) -> None:
+    def __init__(self, run: TrainingRun, wanted: Callable[[], bool]) -> None:
         plan, state = run.plan, run.state
         self._wanted = wanted
         self._key = run.name("stop")

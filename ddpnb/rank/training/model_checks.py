@@ -19,11 +19,11 @@ from ddpnb.protocol.errors import UserError, summary_of
 from ddpnb.protocol.notation import Choice, parse_strategy
 from ddpnb.rank.cancellation import is_consequence
 from ddpnb.rank.random_state import preserve_globals, seed_everything
-from ddpnb.rank.strategies.fsdp import layers_of
+from ddpnb.rank.strategies.fsdp import gathered_layers
 from ddpnb.rank.tasks.base import LOSS, STEP, Supervised, evaluated_loss, split_step
 from ddpnb.rank.tasks.batches import shape_of
 from ddpnb.rank.training.evaluation import number_of, pair_of
-from ddpnb.rank.training.run import Run
+from ddpnb.rank.training.run import TrainingRun
 from ddpnb.rank.worker import Batch, Worker, is_switched, state_of
 
 NUM_FEW = 8
@@ -168,7 +168,7 @@ WITHOUT_GRADIENTS = {
 # -- losses -------------------------------------------------------------------------------------
 
 
-def check_loss(run: Run, worker: Worker) -> tuple[str, ...]:
+def check_loss(run: TrainingRun, worker: Worker) -> tuple[str, ...]:
     """Raise ``UserError`` if the loss is a sum.  A sum doubles if each sample occurs twice.
 
     Return a note if a strategy splits batches, and the loss of a batch is not the mean of the
@@ -237,7 +237,7 @@ def check_strategy(strategy: str, worker: Worker) -> None:
             "of its state. Compare ddp or fsdp instead."
         )
     finds_unused = choice.options.get("find_unused_parameters")
-    in_layers = {each for layer in layers_of(worker.model) for each in layer.parameters()}
+    in_layers = {each for layer in gathered_layers(worker.model) for each in layer.parameters()}
     for name, parameter in worker.model.named_parameters():
         if not parameter.requires_grad or parameter.grad is not None:
             continue

@@ -62,7 +62,7 @@ class Surroundings:
 
 
 @dataclass(kw_only=True)
-class Run:
+class TrainingRun:
     """One run on one rank.
 
     A run makes its workers and batches, publishes its steps as events, and counts its results.
@@ -325,7 +325,7 @@ class Run:
         )
 
 
-def load_run(spec: RunSpec, here: Surroundings, publish: Publish = lambda _: None) -> Run:
+def load_run(spec: RunSpec, here: Surroundings, publish: Publish = lambda _: None) -> TrainingRun:
     """Load the task and find out which ranks take part.
 
     Raises:
@@ -348,4 +348,6 @@ def load_run(spec: RunSpec, here: Surroundings, publish: Publish = lambda _: Non
         num_ranks=state.world_size if spec.batch_per_worker is None else plan.num_workers,
         seed=spec.seed,
     )
-    return Run(spec=spec, here=here, plan=plan, task=task, schedule=schedule, publish=publish)
+    return TrainingRun(
+        spec=spec, here=here, plan=plan, task=task, schedule=schedule, publish=publish
+    )

@@ -35,7 +35,7 @@ from ddpnb.rank.training.evaluation import (
     has_batchnorm,
     score,
 )
-from ddpnb.rank.training.run import Run
+from ddpnb.rank.training.run import TrainingRun
 from ddpnb.rank.worker import Worker, state_of
 
 MAX_BYTES = 1_000_000_000
@@ -53,7 +53,7 @@ class Snapshots:
     Call ``strategy.setup(worker)`` before you create this object.
     """
 
-    def __init__(self, run: Run, strategy: Strategy, worker: Worker) -> None:
+    def __init__(self, run: TrainingRun, strategy: Strategy, worker: Worker) -> None:
         plan, rank = run.plan, run.state.rank
         self._run = run
         self._strategy = strategy
@@ -167,7 +167,7 @@ def load_state(model: nn.Module, state: State) -> None:
 
 def judged(
     model: nn.Module,
-    run: Run,
+    run: TrainingRun,
     snapshots: Snapshots,
     keep: Callable[[nn.Module], None],
     should_stop: Callable[[], bool],
@@ -238,7 +238,7 @@ def _known(measures: dict[str, float]) -> tuple[float, float]:
     return measures.pop("loss", math.nan), measures.pop("accuracy", math.nan)
 
 
-def _estimate_batchnorm(model: nn.Module, run: Run) -> None:
+def _estimate_batchnorm(model: nn.Module, run: TrainingRun) -> None:
     spec = run.spec
     with _marked(run, "could not estimate BatchNorm's statistics"):
         estimate_batchnorm(
@@ -252,7 +252,7 @@ def _estimate_batchnorm(model: nn.Module, run: Run) -> None:
 
 
 @contextlib.contextmanager
-def _marked(run: Run, failed: str) -> Iterator[None]:
+def _marked(run: TrainingRun, failed: str) -> Iterator[None]:
     """Catch errors of the user's code.  Publish a mark with ``failed`` if it is not empty."""
     try:
         yield
@@ -261,7 +261,7 @@ def _marked(run: Run, failed: str) -> Iterator[None]:
             run.mark(f"{failed} ({summary_of(error)})")
 
 
-def _save(model: nn.Module, run: Run) -> None:
+def _save(model: nn.Module, run: TrainingRun) -> None:
     """Save the trained weights if the user has named a file; publish a mark if saving fails."""
     path = run.spec.model_file
     if path is None:

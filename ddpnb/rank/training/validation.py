@@ -29,7 +29,7 @@ from ddpnb.rank.training.model_checks import (
     check_model,
     check_step,
 )
-from ddpnb.rank.training.run import Run, Surroundings, load_run
+from ddpnb.rank.training.run import Surroundings, TrainingRun, load_run
 from ddpnb.rank.worker import Batch, Worker
 
 CHECKS = "checks"
@@ -59,7 +59,7 @@ def validate(spec: RunSpec, here: Surroundings, *, num_calls: Callable[[], int] 
             raise _with_place(error, spec.cell, here.filename) from error.__cause__
 
 
-def _checked(run: Run, num_calls: Callable[[], int]) -> Checked:
+def _checked(run: TrainingRun, num_calls: Callable[[], int]) -> Checked:
     worker = run.worker("check", num_steps=1)
     check_model(worker)
     if run.is_own:
@@ -132,7 +132,7 @@ def measure_compute(spec: RunSpec, here: Surroundings) -> Compute:
         return found._replace(fixed=found.fixed / min(spec.accumulate, share))  # of one pass
 
 
-def _take_step(run: Run, worker: Worker) -> Batch:
+def _take_step(run: TrainingRun, worker: Worker) -> Batch:
     """Set up the strategy and let it take one step.  Every rank takes part.
 
     Parts of the cell that a user's strategy does not use, such as the loss, are not checked.  The
@@ -152,7 +152,7 @@ def _take_step(run: Run, worker: Worker) -> Batch:
     return batch
 
 
-def _evaluated(run: Run, worker: Worker, batch: Batch) -> tuple[dict[str, float], float]:
+def _evaluated(run: TrainingRun, worker: Worker, batch: Batch) -> tuple[dict[str, float], float]:
     """Evaluate the model on a few samples of each split, to find errors before the training.
 
     Return the measures of held-out samples, and the seconds per sample in a usual batch.  Emulated

@@ -31,7 +31,7 @@ class Drawn:
     """All repeats."""
 
 
-def prepare(axes: Axes, title: str, *, lines: Literal["x", "y"]) -> None:
+def prepare_axes(axes: Axes, title: str, *, lines: Literal["x", "y"]) -> None:
     """Give axes the common look of all panels and columns.
 
     Args:

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
-from ddpnb.reports.figures.axes import Drawn, marker, prepare, round_up, shortened
+from ddpnb.reports.figures.axes import Drawn, marker, prepare_axes, round_up, shortened
 from ddpnb.reports.formatting import tick
 from ddpnb.reports.kit import Look
 from ddpnb.reports.style import INK, LINES, MUTED, SMALL_POINTS, ink_of
@@ -127,7 +127,7 @@ def _median(lines: Sequence[Points]) -> Points:
 def draw_curves(axes: Axes, panel: CurvePanel) -> None:
     """Draw the lines of all strategies on empty axes, and write the names at the right."""
     axes.set_yscale("log" if panel.log else "linear")
-    prepare(axes, panel.title, lines="y")
+    prepare_axes(axes, panel.title, lines="y")
     axes.tick_params(axis="y", length=0)
     axes.yaxis.set_minor_locator(NullLocator())
     logarithmic = LogLocator(subs=(1.0, 2.0, 5.0), numticks=6)

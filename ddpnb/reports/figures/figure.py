@@ -13,7 +13,7 @@ from ddpnb.reports.figures.rows import (
     RATE,
     SPLIT,
     STALENESS,
-    Column,
+    FigureColumn,
     draw_column,
     draw_name,
 )
@@ -157,7 +157,7 @@ def _panels(
 
 def _columns(
     comparison: Comparison, begun: Sequence[Drawn], options: PlotOptions, *, is_live: bool
-) -> list[list[Column]]:
+) -> list[list[FigureColumn]]:
     """Return the columns.  Each inner list has the columns that are side by side.
 
     The columns for ranks, memory and staleness are included only if they are informative.  There

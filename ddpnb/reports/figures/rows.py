@@ -14,7 +14,7 @@ from matplotlib.patches import Rectangle
 
 from ddpnb.protocol.catalogue import BASELINE, CEILING, Style
 from ddpnb.protocol.messages import Memory, Parts
-from ddpnb.reports.figures.axes import Drawn, marker, prepare, round_up, shortened
+from ddpnb.reports.figures.axes import Drawn, marker, prepare_axes, round_up, shortened
 from ddpnb.reports.formatting import number, percent, short, size
 from ddpnb.reports.kit import DPI, Look, legend
 from ddpnb.reports.style import INK, MEMORY_COLOURS, MUTED, PART_COLOURS, SMALL_POINTS, ink_of
@@ -35,14 +35,14 @@ MAX_SHOWN_STALENESS = 8
 LEAST_DIFFERENCE = 1.5
 """The memory column is shown if the memory of two strategies differs by more than this factor."""
 
-HIDDEN: Look = {
+HIDDEN_LOOK: Look = {
     **{"facecolor": "white", "edgecolor": PART_COLOURS["communication"], "hatch": "//////"},
 }
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
+class FigureColumn:
     """A column that shows one quantity for all strategies."""
 
     title: str
@@ -62,7 +62,9 @@ class Column:
     """Names and looks of the entries in the legend below the ticks."""
 
 
-def draw_column(axes: Axes, column: Column, strategies: Sequence[Drawn], num_rows: int) -> None:
+def draw_column(
+    axes: Axes, column: FigureColumn, strategies: Sequence[Drawn], num_rows: int
+) -> None:
     """Draw a column on empty axes.
 
     Args:
@@ -71,7 +73,7 @@ def draw_column(axes: Axes, column: Column, strategies: Sequence[Drawn], num_row
         strategies: the strategies that have begun.
         num_rows: the final number of rows, including strategies that have not begun.
     """
-    prepare(axes, column.title, lines="x")
+    prepare_axes(axes, column.title, lines="x")
     axes.spines["bottom"].set_visible(False)
     axes.tick_params(length=0)
     axes.set_yticks([])
@@ -160,7 +162,7 @@ def _ideal_of(strategy: Drawn) -> float:
     return float(strategy.row["ideal"]) if strategy.row["num_workers"] > 1 else math.nan
 
 
-RATE = Column(
+RATE = FigureColumn(
     title="Samples per second",
     draw=_draw_rate,
     reach=_rate_reach,
@@ -183,7 +185,7 @@ def _draw_split(axes: Axes, strategy: Drawn, middle: float) -> str:
         _bar(axes, left, low + BAR - thickness, parts[name], thickness, **look)
         left += parts[name]
         behind = left if name == "backward" else behind
-    begin, hidden = max(behind - parts["hidden"], 0.0), {**HIDDEN, "linewidth": 0.8}
+    begin, hidden = max(behind - parts["hidden"], 0.0), {**HIDDEN_LOOK, "linewidth": 0.8}
     _bar(axes, begin, low, parts["hidden"], BAR - thickness, label="hidden", **hidden)
     if not row["step_seconds"] > 0:
         return ""
@@ -192,13 +194,13 @@ def _draw_split(axes: Axes, strategy: Drawn, middle: float) -> str:
     return text + (f"  {percent(exposed)} exposed" if exposed >= 0.005 else "")
 
 
-SPLIT = Column(
+SPLIT = FigureColumn(
     title="Time of one step, ms",
     draw=_draw_split,
     reach=lambda strategy: round_up(1000 * strategy.row["step_seconds"] * 1.01),
     share=1.35,
     text_inches=2.12,
-    looks={**PART_COLOURS, "hidden": HIDDEN},
+    looks={**PART_COLOURS, "hidden": HIDDEN_LOOK},
 )
 
 # -- ranks ---------------------------------------------------------------------------------
@@ -245,7 +247,7 @@ def _ranks_reach(strategy: Drawn) -> float:
     return max(rank.seconds for rank in ranks) if len(ranks) > 1 else 0.0
 
 
-RANKS = Column(
+RANKS = FigureColumn(
     title="Own work by rank",
     draw=_draw_ranks,
     reach=_ranks_reach,
@@ -276,7 +278,7 @@ def _staleness_reach(strategy: Drawn) -> float:
     return float(min(max(num, 4), MAX_SHOWN_STALENESS + 1)) if num else 0.0
 
 
-STALENESS = Column(
+STALENESS = FigureColumn(
     title="Staleness",
     draw=_draw_staleness,
     reach=_staleness_reach,
@@ -309,7 +311,7 @@ def _memory_differs(strategies: Sequence[Drawn]) -> bool:
     return max(totals, default=0) > LEAST_DIFFERENCE * min(totals, default=0)
 
 
-MEMORY = Column(
+MEMORY = FigureColumn(
     title="Rank's memory, MB",
     draw=_draw_memory,
     reach=lambda strategy: round_up(strategy.row["memory_total"] / MB * 1.01),

@@ -34,7 +34,7 @@ CHOICES: Mapping[str, Sequence[tuple[str, str]]] = {
 """Rows of the table.  Each cell has a strategy's name in ddpnb and in other libraries."""
 
 
-def advice(ranks: Sequence[RankState]) -> Table:
+def advice_table(ranks: Sequence[RankState]) -> Table:
     """Return the table, with a mark at this machine's cell and the advice in the caption."""
     place = list(CHOICES)[len({each.host for each in ranks}) > 1]
     connection, reason = _connection(ranks[0])

@@ -9,14 +9,14 @@ from ddpnb.protocol.trace import REDUCING, ROOTED, Chunks, CollectiveShown, Coll
 from ddpnb.reports.formatting import NOTHING, counted, in_units, size
 from ddpnb.reports.kit import (
     LEFT,
-    MAX_RANKS,
+    MAX_DRAWN_RANKS,
     Look,
     Picture,
     Sheet,
     Shown,
     ink_on,
     rank_colour,
-    write,
+    write_label,
 )
 from ddpnb.reports.style import FONT_POINTS, MUTED, PAPER, SMALL_POINTS
 
@@ -123,7 +123,7 @@ def _listed(chunks: Chunks) -> str:
 
 def draw_collective(result: CollectiveResult) -> "Figure":
     """Return a figure with a row for each of the first 16 ranks."""
-    shown = result.shown[:MAX_RANKS]
+    shown = result.shown[:MAX_DRAWN_RANKS]
     rest = len(result.shown) - len(shown)
     title = result.title() + (f"; {rest} ranks are not drawn" if rest else "")
     height = HEAD + ROW_HEIGHT * len(shown)
@@ -132,7 +132,7 @@ def draw_collective(result: CollectiveResult) -> "Figure":
     axes.set(xlim=(0, sheet.width), ylim=(height, 0))
     axes.axis("off")
     for x, text in ((BEFORE, "before"), (AFTER, "after"), (SENT, "sends"), (TIME, "time")):
-        write(axes, x, HEAD - 0.3, text, colour=MUTED)
+        write_label(axes, x, HEAD - 0.3, text, colour=MUTED)
     tensors = [chunks[:MAX_CHUNKS] for each in shown for chunks in (each.before, each.after)]
     widest = max(sum(map(len, each)) + 0.2 * len(each) for each in tensors)
     width = min(LARGEST_CELL, CELLS_WIDTH / max(widest, 1))
@@ -140,14 +140,14 @@ def draw_collective(result: CollectiveResult) -> "Figure":
     for row, each in enumerate(shown):
         middle = HEAD + ROW_HEIGHT * (row + 0.5)
         axes.bar(LEFT, 0.18, 0.18, middle - 0.09, align="edge", color=rank_colour(each.rank))
-        write(axes, LEFT + 0.26, middle, f"rank {each.rank}", points=FONT_POINTS)
+        write_label(axes, LEFT + 0.26, middle, f"rank {each.rank}", points=FONT_POINTS)
         _draw_cells(axes, BEFORE, middle, width, each.before, each.num_given)
         arrow = {"arrowstyle": "->", "color": MUTED, "linewidth": 1.2}
         axes.annotate("", (AFTER - 0.15, middle), (AFTER - 0.6, middle), arrowprops=arrow)
         colour = REDUCED if is_reduced else ""
         _draw_cells(axes, AFTER, middle, width, each.after, each.num_got, colour)
-        write(axes, SENT, middle, size(result.sent_by_formula(each.rank)))
-        write(axes, TIME, middle, in_units(each.seconds))
+        write_label(axes, SENT, middle, size(result.sent_by_formula(each.rank)))
+        write_label(axes, TIME, middle, in_units(each.seconds))
     return sheet.figure
 
 
@@ -162,7 +162,7 @@ def _draw_cells(
 ) -> None:
     """Draw a tensor's first numbers.  By default, a number's colour shows its source rank."""
     if not chunks:
-        write(axes, x, middle, NOTHING, colour=MUTED)
+        write_label(axes, x, middle, NOTHING, colour=MUTED)
         return
     drawn = chunks[:MAX_CHUNKS]
     look: Look = {"align": "edge", "edgecolor": PAPER, "linewidth": 1.0}
@@ -173,8 +173,8 @@ def _draw_cells(
             text = f"{value:g}" if abs(value) < 1e5 else f"{value:.0e}".replace("e+0", "e")
             points = min(SMALL_POINTS - 1, width * 72 / (0.66 * max(len(text), 2)))
             style: Look = {"points": points, "colour": ink_on(ground), "ha": "center"}
-            write(axes, x + width / 2, middle + 0.01, text, **style)
+            write_label(axes, x + width / 2, middle + 0.01, text, **style)
             x += width
         x += 0.2 * width
     if num_numbers > sum(map(len, drawn)):
-        write(axes, x, middle, "…", points=FONT_POINTS, colour=MUTED)
+        write_label(axes, x, middle, "…", points=FONT_POINTS, colour=MUTED)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, final
 from ddpnb.prediction.model import Point, point
 from ddpnb.prediction.predict import Prediction
 from ddpnb.reports.formatting import NOTHING, counted, in_units, percent, short, tick
-from ddpnb.reports.kit import Look, Picture, Sheet, Shown, dress, write
+from ddpnb.reports.kit import Look, Picture, Sheet, Shown, dress, write_label
 from ddpnb.reports.style import INK, LINES, MUTED, PAPER, ink_of, style_of
 from ddpnb.reports.table import Cell, Column, Table, table_row
 
@@ -60,7 +60,7 @@ class PredictionResult(Shown):
 
     def pictures(self) -> list[Picture]:
         """Return a list that contains the picture."""
-        return [Picture(draw(self.prediction), self.sentence())]
+        return [Picture(draw_prediction(self.prediction), self.sentence())]
 
 
 def _cell(found: Point | None) -> Cell:
@@ -141,7 +141,7 @@ def _batches(prediction: Prediction) -> str:
 # -- the picture ---------------------------------------------------------------------------
 
 
-def draw(prediction: Prediction) -> "Figure":
+def draw_prediction(prediction: Prediction) -> "Figure":
     """Return a figure of throughput by number of ranks, with logarithmic axes."""
     from ddpnb.reports.figures.curves import spread_out  # noqa: PLC0415  matplotlib: 0.3 s
 
@@ -189,5 +189,5 @@ def draw(prediction: Prediction) -> "Figure":
     heights = (axes.transData - axes.transAxes).transform(ends)[:, 1]
     placed = spread_out(list(heights), LABEL_GAP)
     for height, (text, (_, ink)) in zip(placed, texts.items(), strict=True):
-        write(axes, 1.015, height, text, colour=ink, transform=axes.transAxes)
+        write_label(axes, 1.015, height, text, colour=ink, transform=axes.transAxes)
     return sheet.figure

@@ -26,7 +26,7 @@ NO_DDP = "ddpnb found no DDP that wraps the model"
 MAY_BE_ROUNDING = "Such a small difference may be rounding, if values were added in another order."
 
 
-class Verdict(StrEnum):
+class PartVerdict(StrEnum):
     """The result of comparing one part, in the words that the table shows."""
 
     SAME = "✓ same"
@@ -36,7 +36,7 @@ class Verdict(StrEnum):
     UNKNOWN = "– not compared"
 
 
-COLOURS = {Verdict.SAME: "#2b7a3d", Verdict.DIFFERENT: "#d1495b"}
+VERDICT_COLOURS = {PartVerdict.SAME: "#2b7a3d", PartVerdict.DIFFERENT: "#d1495b"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Finding:
 
     name: str
     part: Part = Part.VALUES
-    verdict: Verdict = Verdict.UNKNOWN
+    verdict: PartVerdict = PartVerdict.UNKNOWN
     num_tensors: int = 0
     num_different: int = 0
     num_sharded: int = 0
@@ -86,7 +86,7 @@ class Finding:
         return self.largest <= ROUNDING * self.scale
 
 
-def find(replicas: Sequence[RankReplica]) -> tuple[Finding, ...]:
+def findings_of(replicas: Sequence[RankReplica]) -> tuple[Finding, ...]:
     """Return a finding for each part of each variable."""
     found = []
     for name in dict.fromkeys(name for each in replicas for name in each.held):
@@ -108,14 +108,14 @@ def _compare(name: str, part: Part, held: Mapping[int, Held]) -> Finding:
     finding = Finding(
         name=name,
         part=part,
-        verdict=Verdict.SAME if keys else Verdict.UNKNOWN,
+        verdict=PartVerdict.SAME if keys else PartVerdict.UNKNOWN,
         num_tensors=len(keys),
         num_different=len(different),
         num_sharded=max(each.sharded.get(part, 0) for each in held.values()),
     )
     if not different:
         return finding
-    finding = replace(finding, verdict=Verdict.DIFFERENT, tensor=different[0])
+    finding = replace(finding, verdict=PartVerdict.DIFFERENT, tensor=different[0])
     return _grouped(finding, {rank: each.get(different[0]) for rank, each in tensors.items()})
 
 
@@ -142,7 +142,7 @@ def _grouped(finding: Finding, tensors: Mapping[int, TensorDigest | None]) -> Fi
     )
 
 
-def measured(finding: Finding, values: Sequence[NDArray[Any]]) -> Finding:
+def with_size(finding: Finding, values: Sequence[NDArray[Any]]) -> Finding:
     """Return the finding with the measured size of the difference.
 
     Args:
@@ -164,7 +164,7 @@ def measured(finding: Finding, values: Sequence[NDArray[Any]]) -> Finding:
     )
     is_same = found.num_unequal == 0 and found.num_measured == found.num_elements
     if is_same and found.num_different == 1 and len(found.groups) <= MAX_CHUNKS:  # 0.0, -0.0
-        return replace(finding, verdict=Verdict.SAME, num_different=0, groups=())
+        return replace(finding, verdict=PartVerdict.SAME, num_different=0, groups=())
     return found
 
 
@@ -180,8 +180,8 @@ def with_causes(
     for finding in findings:
         if not finding.cause:
             held = [each.held[finding.name] for each in replicas]
-            if finding.verdict is Verdict.DIFFERENT and _is_by_design(finding, held):
-                finding = replace(finding, verdict=Verdict.FACT)
+            if finding.verdict is PartVerdict.DIFFERENT and _is_by_design(finding, held):
+                finding = replace(finding, verdict=PartVerdict.FACT)
             finding = replace(finding, cause=_cause(finding, held, findings, skipped))
         found.append(finding)
     return tuple(found)
@@ -193,22 +193,22 @@ def _cause(
     """Return one or two sentences with the likely cause, or ``""`` if there is no difference."""
     is_ddp = all(each.is_ddp for each in held)
     thawed = max(each.num_thawed for each in held)
-    if thawed and finding.verdict is not Verdict.SAME and finding.part is not Part.BUFFERS:
+    if thawed and finding.verdict is not PartVerdict.SAME and finding.part is not Part.BUFFERS:
         return (
             "DDP wrapped the model while layers were frozen that train now. DDP does not average "
             f"the gradients of these {counted(thawed, 'parameter')}. Create DDP again after you "
             "unfreeze layers."
         )
     match finding.verdict, finding.part:
-        case Verdict.UNKNOWN, _:
+        case PartVerdict.UNKNOWN, _:
             return "Each rank has a different shard by design." if finding.num_sharded else ""
-        case Verdict.SAME, Part.GRADIENTS if not is_ddp:
+        case PartVerdict.SAME, Part.GRADIENTS if not is_ddp:
             return (
                 f"The gradients are equal, but {NO_DDP}. Either your code sums the gradients (does "
                 "it divide by the number of ranks?), or all ranks train on the same samples (no "
                 "DistributedSampler)."
             )
-        case Verdict.SAME, _:
+        case PartVerdict.SAME, _:
             return ""
         case _, Part.PARAMETERS:
             both = finding.name, Part.GRADIENTS
@@ -226,13 +226,13 @@ def _cause(
 
 
 def _of_parameters(
-    finding: Finding, gradients: Verdict | None, skipped: str, *, is_ddp: bool
+    finding: Finding, gradients: PartVerdict | None, skipped: str, *, is_ddp: bool
 ) -> str:
     if finding.texts or finding.lacking:
         return "The ranks built different models."
     if skipped:
         return skipped
-    if is_ddp and gradients is Verdict.DIFFERENT:
+    if is_ddp and gradients is PartVerdict.DIFFERENT:
         return "The optimizer took a step with gradients that DDP had not averaged."
     if is_ddp and finding.is_rounding:
         return MAY_BE_ROUNDING
@@ -246,7 +246,7 @@ def _of_parameters(
             f"There are no gradients yet, and {NO_DDP}. Each rank drew its own initial weights. "
             "Set the same seed on all ranks, or wrap the model in DDP to copy rank 0's weights."
         )
-    if gradients is Verdict.SAME:
+    if gradients is PartVerdict.SAME:
         return (
             f"The gradients are the same now, but {NO_DDP}. Either the initial weights differed "
             "(different seeds), or a rank skipped a step."
@@ -273,7 +273,7 @@ def _of_gradients(finding: Finding, *, is_ddp: bool) -> str:
 def _of_buffers(finding: Finding, *, is_ddp: bool) -> str:
     if not _is_statistic(finding.tensor):
         return "Each rank updated its buffers separately, because DDP averages only gradients."
-    if finding.verdict is Verdict.FACT:
+    if finding.verdict is PartVerdict.FACT:
         why = "By design, DDP sends rank 0's buffers to all ranks before each forward pass. "
         why += "Save and evaluate the model of rank 0"
     elif is_ddp:
@@ -326,19 +326,19 @@ class ReplicaCheck(Shown):
     @property
     def is_same(self) -> bool:
         """True if all compared parts are the same, except parts that differ by design."""
-        return not self._labels(Verdict.DIFFERENT)
+        return not self._labels(PartVerdict.DIFFERENT)
 
-    def _labels(self, verdict: Verdict) -> list[str]:
+    def _labels(self, verdict: PartVerdict) -> list[str]:
         return [each.label for each in self.findings if each.verdict is verdict]
 
     def sentence(self) -> str:
         """Return a sentence that says whether the replicas are the same."""
         where = spoken_ranks(self.ranks)
-        if len(self._labels(Verdict.UNKNOWN)) == len(self.findings):
+        if len(self._labels(PartVerdict.UNKNOWN)) == len(self.findings):
             return f"The replicas on {where} cannot be compared."
-        if different := self._labels(Verdict.DIFFERENT):
+        if different := self._labels(PartVerdict.DIFFERENT):
             return f"The replicas on {where} differ: {listed(different)}."
-        by_design = self._labels(Verdict.FACT)
+        by_design = self._labels(PartVerdict.FACT)
         but = f"; {listed(by_design)} differ by design" if by_design else ""
         return f"The replicas are the same on {where}{but}."
 
@@ -346,9 +346,13 @@ class ReplicaCheck(Shown):
         """Return a table with one row per part: result, first difference and likely cause."""
         rows = []
         for each in self.findings:
-            colour = COLOURS.get(each.verdict, MUTED)
-            state = Cell(text=each.verdict, dot=colour, is_hollow=each.verdict not in COLOURS)
-            rows.append(table_row(each.label, state, _count(each), described(each), each.cause))
+            colour = VERDICT_COLOURS.get(each.verdict, MUTED)
+            state = Cell(
+                text=each.verdict, dot=colour, is_hollow=each.verdict not in VERDICT_COLOURS
+            )
+            rows.append(
+                table_row(each.label, state, _count(each), first_difference(each), each.cause)
+            )
         return Table(
             caption=self.sentence(),
             columns=(
@@ -367,7 +371,7 @@ class ReplicaCheck(Shown):
         width = max((len(each.label) for each in self.findings), default=0)
         for each in self.findings:
             lines.append(f"{each.label:<{width}}  {each.verdict}  {_count(each)}".rstrip())
-            lines += [f"    {text}" for text in (described(each), each.cause) if text]
+            lines += [f"    {text}" for text in (first_difference(each), each.cause) if text]
         return "\n".join(lines)
 
 
@@ -376,7 +380,7 @@ def _count(finding: Finding) -> str:
     return f"{finding.num_different} of {num}" if finding.num_different else num
 
 
-def described(finding: Finding) -> str:
+def first_difference(finding: Finding) -> str:
     """Return the first difference: its tensor, its ranks and its size."""
     parts = []
     if finding.groups:

@@ -9,7 +9,7 @@ import numpy as np
 from ddpnb.protocol.inspection import Indices, RankSamples, SamplerSpec
 from ddpnb.reports.formatting import counted, listed
 from ddpnb.reports.kit import (
-    MAX_RANKS,
+    MAX_DRAWN_RANKS,
     RANK_COLOURS,
     RIGHT,
     WIDTH,
@@ -20,7 +20,7 @@ from ddpnb.reports.kit import (
     ink_on,
     legend,
     rank_colour,
-    write,
+    write_label,
 )
 from ddpnb.reports.style import MUTED, PAPER, RULE
 from ddpnb.reports.table import Column, Table, table_row
@@ -41,7 +41,7 @@ POINTS = 10.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class HandoutRow:
     """The samples that all ranks get in one epoch."""
 
     label: str
@@ -69,7 +69,7 @@ class Row:
     def _counts(self) -> Indices:
         return np.bincount(np.concatenate(self.handed_out), minlength=self.num_cells)
 
-    def is_like(self, other: "Row") -> bool:
+    def is_like(self, other: "HandoutRow") -> bool:
         """Return True if the ranks get the same samples in the same order as in another row."""
         return all(map(np.array_equal, self.handed_out, other.handed_out))
 
@@ -86,22 +86,22 @@ class Handout(Shown):
     """The samples of all ranks: a picture with a cell per sample, a table with a row per rank."""
 
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[HandoutRow, ...]
     """One row for each epoch."""
     notes: tuple[str, ...]
     """Sentences below the picture and the table."""
 
     def pictures(self) -> list[Picture]:
         """Return a list that contains the picture."""
-        return [Picture(draw(self), " ".join([f"{self.title}.", *self.notes]))]
+        return [Picture(draw_handout(self), " ".join([f"{self.title}.", *self.notes]))]
 
     def table(self) -> Table:
         """Return a table with a row for each rank and a column for each epoch."""
         num_ranks = len(self.rows[0].handed_out)
-        shown = [map(_numbers, row.handed_out[:MAX_RANKS]) for row in self.rows]
+        shown = [map(_numbers, row.handed_out[:MAX_DRAWN_RANKS]) for row in self.rows]
         ranks = enumerate(zip(*shown, strict=True))
-        is_cut = num_ranks > MAX_RANKS
-        rest = [f"The table shows {MAX_RANKS} of {num_ranks} ranks."] if is_cut else []
+        is_cut = num_ranks > MAX_DRAWN_RANKS
+        rest = [f"The table shows {MAX_DRAWN_RANKS} of {num_ranks} ranks."] if is_cut else []
         return Table(
             caption=self.title,
             columns=(
@@ -128,7 +128,9 @@ def handout_of(spec: SamplerSpec, found: Sequence[RankSamples]) -> Handout:
     rows = []
     for number in range(spec.num_epochs):
         handed_out = tuple(each.epochs[number] for each in found)
-        rows.append(Row(label=f"epoch {number}", num_cells=num_samples, handed_out=handed_out))
+        rows.append(
+            HandoutRow(label=f"epoch {number}", num_cells=num_samples, handed_out=handed_out)
+        )
     how = f"{'shuffled' if spec.shuffle else 'in order'}{', drop_last' * spec.drop_last}"
     return Handout(
         title=f"{spec.expression or kind}: {counted(num_samples, 'sample')} over "
@@ -139,7 +141,7 @@ def handout_of(spec: SamplerSpec, found: Sequence[RankSamples]) -> Handout:
 
 
 def _sampler_notes(
-    spec: SamplerSpec, found: Sequence[RankSamples], rows: Sequence[Row]
+    spec: SamplerSpec, found: Sequence[RankSamples], rows: Sequence[HandoutRow]
 ) -> list[str]:
     notes, first = [], rows[0]
     kinds = dict.fromkeys(each.kind for each in found)
@@ -171,7 +173,7 @@ def _sampler_notes(
 # -- the picture ---------------------------------------------------------------------------
 
 
-def draw(handout: Handout) -> "Figure":
+def draw_handout(handout: Handout) -> "Figure":
     """Return a figure with a row for each epoch.  The colour of a sample's cell shows its rank."""
     rows = handout.rows
     num_columns = min(max(row.num_cells for row in rows), MAX_CELLS)
@@ -186,18 +188,18 @@ def draw(handout: Handout) -> "Figure":
     width = min((WIDTH - LABELS - SUMMARIES) / num_columns, MAX_CELL)
     for number, row in enumerate(rows):
         middle = (number + 0.5) * ROW
-        write(axes, -0.15, middle, row.label, ha="right", **look)
+        write_label(axes, -0.15, middle, row.label, ha="right", **look)
         for column, owners in enumerate(row.owners().values()):
             _draw_cell(axes, column * width, middle, width, owners)
         place = min(row.num_cells, MAX_CELLS) * width + 0.15
         counts = ((len(row.repeated()), "repeated"), (len(row.absent()), "left out"))
         summary = [row.shares(), *(f"{num:,} {what}" for num, what in counts if num)]
         more = "… " if row.num_cells > MAX_CELLS else ""
-        write(axes, place, middle, more + ", ".join(summary), **look)
+        write_label(axes, place, middle, more + ", ".join(summary), **look)
     below = height + 0.16
-    write(axes, -0.15, below, "sample", ha="right", **look)
+    write_label(axes, -0.15, below, "sample", ha="right", **look)
     for cell in range(0, num_columns, 1 if num_columns <= 24 else 5):
-        write(axes, (cell + 0.5) * width, below, f"{cell}", ha="center", **look)
+        write_label(axes, (cell + 0.5) * width, below, f"{cell}", ha="center", **look)
     if num_ranks <= len(RANK_COLOURS):
         legend(axes, {f"rank {rank}": rank_colour(rank) for rank in range(num_ranks)})
     return sheet.figure
@@ -215,4 +217,4 @@ def _draw_cell(
         text, rim = "×", {"edgecolor": MUTED, "linewidth": 1.0, "linestyle": (0, (2, 2))}
     axes.bar(x, high, wide, middle - high / 2, color=colour, align="edge", **rim)
     look: Look = {"points": min(POINTS, wide * 92 / len(text)), "colour": ink_on(colour)}
-    write(axes, left + width / 2, middle, text, ha="center", **look)
+    write_label(axes, left + width / 2, middle, text, ha="center", **look)

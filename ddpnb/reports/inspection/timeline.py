@@ -15,7 +15,7 @@ from ddpnb.protocol.trace import Span
 from ddpnb.reports.formatting import size, time_unit
 from ddpnb.reports.kit import (
     DPI,
-    MAX_RANKS,
+    MAX_DRAWN_RANKS,
     RIGHT,
     ROW_NAMES,
     WAITING,
@@ -26,7 +26,7 @@ from ddpnb.reports.kit import (
     ink_on,
     legend,
     name_row,
-    write,
+    write_label,
 )
 from ddpnb.reports.style import MUTED, PAPER, PART_COLOURS, RULE, SMALL_POINTS
 
@@ -43,7 +43,7 @@ PIXELS = (WIDTH - ROW_NAMES - RIGHT) * DPI
 SMALL = SMALL_POINTS - 2.5
 MAX_COLOURS = 9
 """Maximum number of colours in the legend."""
-COLOURS = {
+BAR_COLOURS = {
     "forward": PART_COLOURS["forward"],
     "backward": PART_COLOURS["backward"],
     "update": PART_COLOURS["optimizer"],
@@ -71,7 +71,7 @@ def draw_timeline(
         for span in sorted(spans, key=lambda span: span.start)
     ]
     bars = list(zip(spans, last_arrivals(spans), strict=True))
-    bands = [_rows(rank, bars) for rank in range(min(num_ranks, MAX_RANKS))]
+    bands = [_rows(rank, bars) for rank in range(min(num_ranks, MAX_DRAWN_RANKS))]
     colours = _colours(spans)
     num_rows = sum(map(len, bands)) + 0.5 * len(bands)
     height = min(num_rows * ROW_HEIGHT, MAX_ROWS_HEIGHT)
@@ -89,7 +89,7 @@ def draw_timeline(
         for name, row in rows.items():
             if len(rows) > 1 or not row:
                 look: Look = {"transform": axes.get_yaxis_transform(), "ha": "right"}
-                write(axes, -0.006, top + 0.5, name, points=SMALL, colour=MUTED, **look)
+                write_label(axes, -0.006, top + 0.5, name, points=SMALL, colour=MUTED, **look)
             _draw_row(axes, top, row, colours)
             top += 1
         top += 0.5
@@ -152,7 +152,7 @@ def _colours(spans: Sequence[Span]) -> dict[str, str]:
     """Return the colour of each kind of span.  Waiting has no colour."""
     kinds = dict.fromkeys(_kind(span) for span in spans if span.lane != "wait")
     others = cycle(OTHER_COLOURS)
-    return {kind: COLOURS.get(kind) or next(others) for kind in kinds}
+    return {kind: BAR_COLOURS.get(kind) or next(others) for kind in kinds}
 
 
 def _kind(span: Span) -> str:
@@ -197,5 +197,5 @@ def _write_name(
     for text in (f"{named}, {span.line}" if span.line else named, named, span.name):
         if (len(text) + 1) * CHARACTER_WIDTH <= inches:
             look: Look = {"points": SMALL, "colour": ink, "ha": "center", "zorder": 4}
-            write(axes, (start + end) / 2, middle, text, **look)
+            write_label(axes, (start + end) / 2, middle, text, **look)
             return

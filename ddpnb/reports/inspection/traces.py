@@ -19,7 +19,7 @@ SEVERAL_CLOCKS = (
     "few milliseconds."
 )
 ON_GPU = "NCCL's bars end when the call is queued on the GPU, before the exchange is complete."
-NOTHING = (
+NO_CALLS = (
     "No rank used a collective, send or recv in this cell, so there is nothing to draw.  In a cell "
     "with %%ddp --trace, call for example dist.all_reduce, or train with DDP."
 )
@@ -48,7 +48,7 @@ class TraceResult(Shown):
     def text(self) -> str:
         """Return one line for each of the first 40 calls: start, name, duration, bytes, group."""
         if not self.spans:
-            return NOTHING
+            return NO_CALLS
         begin, end = bounds(self.spans)
         duration = f"{in_units(end - begin)} from the first call's start to the last call's end"
         lines = [f"{self.title}: {duration}", *self.notes]
@@ -80,7 +80,7 @@ def _described(span: Span, until: float) -> str:
     return ", ".join([*parts, span.line] if span.line else parts)
 
 
-def joined(
+def join_traces(
     title: str,
     recorded: Sequence[RankSpans],
     *,

@@ -16,7 +16,7 @@ from ddpnb.protocol.messages import Mark, MarkKind
 from ddpnb.protocol.notation import parse_strategy
 from ddpnb.reports.formatting import counted, number, time_unit
 from ddpnb.reports.kit import (
-    MAX_RANKS,
+    MAX_DRAWN_RANKS,
     ROW_NAMES,
     WAITING,
     Look,
@@ -27,7 +27,7 @@ from ddpnb.reports.kit import (
     legend,
     name_row,
     rank_colour,
-    write,
+    write_label,
 )
 from ddpnb.reports.style import INK, MUTED, PAPER, PART_COLOURS, RULE, SMALL_POINTS
 from ddpnb.results.comparison import Comparison
@@ -69,7 +69,7 @@ class AsyncInspection(Shown):
 
     def window(self) -> Updates:
         """Return the updates around the first death, or near the start if no worker has died."""
-        num = max(MAX_UPDATES, 3 * min(self.num_ranks, MAX_RANKS))
+        num = max(MAX_UPDATES, 3 * min(self.num_ranks, MAX_DRAWN_RANKS))
         first = 2 * self.num_ranks
         if deaths := [mark.seconds for mark in self.marks if mark.kind.is_death]:
             first = int(np.sum(self.updates.end <= deaths[0])) - num // 2
@@ -161,7 +161,7 @@ def updates_of(run: RunSnapshot) -> Updates:
 
 def draw_versions(inspection: AsyncInspection) -> "Figure":
     """Return a figure with two panels: the workers over time, and the staleness of gradients."""
-    ranks = range(min(inspection.num_ranks, MAX_RANKS))
+    ranks = range(min(inspection.num_ranks, MAX_DRAWN_RANKS))
     shown = inspection.window()
     shown = shown[shown.rank < len(ranks)]
     rest = inspection.num_ranks - len(ranks)
@@ -209,12 +209,12 @@ def _draw_lanes(
         axes.plot([at], [0.5], "o", color=colour, markersize=5, clip_on=False)
         if at - labelled > length / 40:
             labelled = at
-            write(axes, at, 0.13, f"{each.version}", points=SMALL, ha="center")
+            write_label(axes, at, 0.13, f"{each.version}", points=SMALL, ha="center")
     for mark in inspection.marks:
         if mark.kind.is_death and mark.rank in ranks and begin <= mark.seconds <= end:
             x, y = (mark.seconds - begin) * scale, mark.rank + 1.5
             axes.plot([x], [y], "X", color=INK, markersize=13, zorder=5)
-            write(axes, x, y, f"   {mark.text}", zorder=5)
+            write_label(axes, x, y, f"   {mark.text}", zorder=5)
     names = {"computes": rank_colour(0), "exchanges with the server": SENDS}
     legend(axes, {**names, "waits for others": WAITING})
 
@@ -238,7 +238,7 @@ def _draw_arrows(
                 axes.annotate("", (updated, y), (each.read, y), arrowprops=arrow)
         look: Look = {"transform": axes.get_yaxis_transform(), "ha": "right"}
         about = inspection.about(rank)
-        write(axes, 1.0, rank + 0.5, about, points=SMALL, colour=MUTED, **look)
+        write_label(axes, 1.0, rank + 0.5, about, points=SMALL, colour=MUTED, **look)
         name_row(axes, rank + 0.5, f"rank {rank}", rank=rank)
         if rank:
             axes.axhline(rank, color=RULE, linewidth=1.0)

@@ -12,7 +12,7 @@ import pytest
 
 from ddpnb.prediction.calibrate import calibrate
 from ddpnb.prediction.model import FORMULAS, Machine, Workload, cost, step_seconds, stops_at
-from ddpnb.prediction.predict import Question, predict
+from ddpnb.prediction.predict import Question, answer
 from ddpnb.prediction.waiting import expected_max, on_cores
 from ddpnb.protocol.devices import Compute, parse_devices
 from ddpnb.protocol.errors import UserError
@@ -35,7 +35,7 @@ def published(strategies: str, step: str, num_parameters: float, **options) -> l
     """Return the efficiency of strategies on 16 devices, given the step on one device."""
     names = tuple(strategies.split())
     question = Question(ranks=(16,), strategies=names, **{"link": "100GbE", "step": step} | options)
-    found = predict(calibrate(measured(num_bytes=4 * num_parameters)), question).points
+    found = answer(calibrate(measured(num_bytes=4 * num_parameters)), question).points
     return [found[name][0].efficiency for name in names]
 
 
@@ -83,9 +83,9 @@ def test_emulated_devices_are_computed_and_not_fitted(jitter):
     assert step_seconds("ddp", found.work, found.here, 1) == pytest.approx(expected)
     assert found.here.link_of(8) == LINKS["NVLink-V100"]
     assert found.here.link_of(16) == LINKS["InfiniBand-EDR"]
-    prediction = predict(found, Question(ranks=(1, 8, 16)))
+    prediction = answer(found, Question(ranks=(1, 8, 16)))
     assert prediction.measured == {"single": 1.0, "ddp": 1.0}
-    slower = predict(found, Question(ranks=(1, 8, 16), link="1GbE")).points["ddp"]
+    slower = answer(found, Question(ranks=(1, 8, 16), link="1GbE")).points["ddp"]
     assert slower[0] == prediction.points["ddp"][0]
     assert slower[1].step_seconds > 2 * prediction.points["ddp"][1].step_seconds
 
@@ -94,11 +94,11 @@ def test_a_given_step_is_that_of_any_machine():
     """With ``--step``, only the bytes of the gradients are taken from the comparison."""
     question = Question(ranks=(1, 16), link="10GbE", step="178ms/64", strategies=("ddp", "async"))
     others = measured(variation=0.4, optimizer_seconds=0.1, backward_share=0.1, num_passes=4)
-    one, other = (predict(found, question) for found in (FOUND, calibrate(others)))
+    one, other = (answer(found, question) for found in (FOUND, calibrate(others)))
     assert one.points == other.points
     assert one.points["ddp"][0].step_seconds == pytest.approx(0.178)
     assert one.measured == {}
-    half = predict(FOUND, replace(question, batch_per_worker=32)).points["ddp"][0]
+    half = answer(FOUND, replace(question, batch_per_worker=32)).points["ddp"][0]
     assert half.step_seconds == pytest.approx(0.089)
 
 
@@ -109,7 +109,7 @@ def test_only_the_last_micro_batch_hides_exchanges():
     assert five == pytest.approx(0.39, abs=0.02)
     fitted = calibrate(measured(num_passes=5))
     slow = Question(ranks=(4,), link="1GbE", strategies=("ddp",))
-    steps = [predict(each, slow).points["ddp"][0].step_seconds for each in (FOUND, fitted)]
+    steps = [answer(each, slow).points["ddp"][0].step_seconds for each in (FOUND, fitted)]
     assert steps[0] < steps[1]
 
 
@@ -123,11 +123,11 @@ def test_sharded_strategies_send_what_they_send():
 
 def test_one_device_stays_one_device():
     question = Question(ranks=(1, 4), strategies=("single",), link="100GbE")
-    one, four = predict(FOUND, question).points["single"]
+    one, four = answer(FOUND, question).points["single"]
     assert four.samples_per_second == one.samples_per_second
     assert four.efficiency == 0.25
     rates = {**measured().rates, "single:threads=all": 20_000.0}
-    assert list(predict(calibrate(measured(rates=rates)), Question(ranks=(2,))).points) == ["ddp"]
+    assert list(answer(calibrate(measured(rates=rates)), Question(ranks=(2,))).points) == ["ddp"]
 
 
 def test_the_best_all_reduce_is_a_ring_for_many_bytes_and_trees_for_few():
@@ -145,7 +145,7 @@ def test_what_ranks_lose_to_each_other_grows_with_the_cores_they_use():
     found = calibrate(measured(cores=16))
     costs = [cost(found.work, found.here, num).per_sample / PER_SAMPLE for num in (1, 2, 9, 16, 64)]
     assert costs == pytest.approx([1, 1.1, 1.8, 2.5, 2.5], rel=0.02)
-    (text, *_) = PredictionResult(predict(found, Question(ranks=(2, 16)))).table().notes
+    (text, *_) = PredictionResult(answer(found, Question(ranks=(2, 16)))).table().notes
     assert "2 ranks slow each other down by 10 %" in text
 
 
@@ -177,12 +177,12 @@ HOSTS = {"link": "10GbE", "ranks_per_host": 8}
 )
 def test_what_cannot_be_answered_gets_one_sentence(found, question, sentence):
     with pytest.raises(UserError) as caught:
-        predict(calibrate(measured(**found)), Question(**({"ranks": (1, 16)} | question)))
+        answer(calibrate(measured(**found)), Question(**({"ranks": (1, 16)} | question)))
     assert str(caught.value).startswith(sentence)
 
 
 def test_what_is_lacking_is_named(tmp_path):
-    assert predict(calibrate(measured(rates=RATES)), Question(ranks=(4,), link="10GbE"))
+    assert answer(calibrate(measured(rates=RATES)), Question(ranks=(4,), link="10GbE"))
     with pytest.raises(UserError, match="No stored comparison has both single and no-comm"):
         predicted(Store(tmp_path), Question(ranks=(2,)))
     with pytest.raises(UserError, match="has no finished run of no-comm"):
@@ -208,14 +208,14 @@ def test_comparisons_of_this_machine_come_first_and_others_are_named(tmp_path, s
     latest = max(at for at, host in enumerate(hosts) if host == platform.node() or not seed)
     assert found.name == f"c{latest}"
     assert found.place == ("this machine" if seed else "host lab-7")
-    text = repr(PredictionResult(predict(calibrate(found), Question(ranks=(2,), link="1GbE"))))
+    text = repr(PredictionResult(answer(calibrate(found), Question(ranks=(2,), link="1GbE"))))
     assert f"as fast as one rank of {found.place}" in text
 
 
 def test_all_is_shown_once():
     ranks, strategies = (1, 2, 4, 8, 16, 32, 64, 128, 256), ("ddp", "async", "local-sgd")
     question = Question(ranks=ranks, strategies=strategies, **HOSTS)
-    result = PredictionResult(predict(calibrate(measured(variation=0.04)), question))
+    result = PredictionResult(answer(calibrate(measured(variation=0.04)), question))
     assert "<table" in result._repr_mimebundle_()["text/html"]
     assert len(result.table().notes) == 4
     (axes,) = result.plot().figure.axes
@@ -228,7 +228,7 @@ def test_all_is_shown_once():
 def test_numbers_are_finite_even_where_exchanges_cost_nothing():
     one = measured(rates={**measured().rates, "ddp": 99_000.0})
     one = replace(one, alone=one.alone[:1], together=one.together[:1])  # only one size
-    prediction = predict(calibrate(one), Question(ranks=(1, 2, 3, 4)))
+    prediction = answer(calibrate(one), Question(ranks=(1, 2, 3, 4)))
     assert all(math.isfinite(each.step_seconds) for each in prediction.points["ddp"])
 
 

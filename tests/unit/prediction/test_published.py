@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ddpnb.prediction.calibrate import calibrate
-from ddpnb.prediction.predict import Question, predict
+from ddpnb.prediction.predict import Question, answer
 from tests.unit.prediction.machines import measured
 
 PAGE = Path(__file__).parents[3] / "docs" / "prediction-error.md"
@@ -62,7 +62,7 @@ def computed(system: System, model: str, step: str, num: int) -> float:
         step=step,
     )
     found = calibrate(measured(num_bytes=4 * PARAMETERS[model], variation=0.3))
-    base, many = predict(found, question).points[strategy]
+    base, many = answer(found, question).points[strategy]
     return 100 * many.efficiency / base.efficiency
 
 

@@ -15,7 +15,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Parts, StepEvent
 from ddpnb.protocol.notation import parse_link
 from ddpnb.rank.clock import MeasuredClock, length_outside, name_gaps
-from ddpnb.rank.collectives.table import METHODS, Call
+from ddpnb.rank.collectives.table import METHODS, CollectiveCall
 from ddpnb.rank.emulation import ComputeTimes, Emulation
 from ddpnb.rank.emulation.clock import VirtualClock
 
@@ -203,10 +203,10 @@ class Both:
         self.measured = MeasuredClock(CPU)
         self.measured.moment = lambda: self.virtual.seconds
 
-    def call(self, num_bytes: int, *, is_blocking: bool) -> Call:
+    def call(self, num_bytes: int, *, is_blocking: bool) -> CollectiveCall:
         """Make a call that the other rank makes too."""
         arguments = [torch.empty(num_bytes, dtype=torch.uint8)], None
-        call = Call(METHODS["allreduce"], Group(), arguments, -1, is_blocking=is_blocking)
+        call = CollectiveCall(METHODS["allreduce"], Group(), arguments, -1, is_blocking=is_blocking)
         self.virtual.begin(call)
         self.measured.begin(call)
         (board,) = self.virtual._boards.values()
@@ -216,7 +216,7 @@ class Both:
             self.wait(call)
         return call
 
-    def wait(self, call: Call) -> None:
+    def wait(self, call: CollectiveCall) -> None:
         with self.measured.waiting(call), self.virtual.waiting(call):
             pass
 
@@ -301,7 +301,7 @@ def test_calls_of_a_thread_are_counted_but_are_no_phase():
     clock = MeasuredClock(CPU)
     clock.start()
     arguments = [torch.empty(1000, dtype=torch.uint8)], None
-    call = Call(METHODS["allreduce"], Group(), arguments, -1, is_blocking=False)
+    call = CollectiveCall(METHODS["allreduce"], Group(), arguments, -1, is_blocking=False)
 
     def use() -> None:
         clock.begin(call)

@@ -18,7 +18,7 @@ from ddpnb.rank.collectives.mismatch import (
     MismatchCheck,
     entry_of,
 )
-from ddpnb.rank.collectives.table import METHODS, NO_ROOT, Call
+from ddpnb.rank.collectives.table import METHODS, NO_ROOT, CollectiveCall
 
 RANKS = range(3)
 
@@ -28,7 +28,9 @@ def opened(path: Path) -> list[CollectiveLog]:
 
 
 def write(log: CollectiveLog, size: int) -> None:
-    call = Call(METHODS["allreduce"], None, [[torch.ones(size)]], NO_ROOT, is_blocking=True)
+    call = CollectiveCall(
+        METHODS["allreduce"], None, [[torch.ones(size)]], NO_ROOT, is_blocking=True
+    )
     log.write(entry_of(call, log.ranks))
 
 
@@ -41,7 +43,9 @@ def test_a_call_that_the_backend_refuses_is_not_held_against_others(tmp_path: Pa
 
 def test_other_shapes_of_one_size_meet_with_a_warning(tmp_path: Path) -> None:
     for log, shape in zip(opened(tmp_path / "log"), [(2, 3), (2, 3), (3, 2)], strict=True):
-        call = Call(METHODS["allreduce"], None, [[torch.ones(shape)]], NO_ROOT, is_blocking=True)
+        call = CollectiveCall(
+            METHODS["allreduce"], None, [[torch.ones(shape)]], NO_ROOT, is_blocking=True
+        )
         is_other = shape == (3, 2)
         with pytest.warns(match=r"\[2, 3\].*\[3, 2\]") if is_other else contextlib.nullcontext():
             log.write(entry_of(call, log.ranks))
@@ -53,7 +57,7 @@ def test_a_shape_that_becomes_visible_after_its_number_is_no_other_shape(
     """Some processors, such as aarch64, change the order of writes."""
     monkeypatch.setattr(mismatch, "POLL_SECONDS", 0.5)
     first, second, _ = opened(tmp_path / "log")
-    call = Call(METHODS["allreduce"], None, [[ONE]], NO_ROOT, is_blocking=True)
+    call = CollectiveCall(METHODS["allreduce"], None, [[ONE]], NO_ROOT, is_blocking=True)
     entry = entry_of(call, RANKS)
 
     def complete() -> None:
@@ -96,7 +100,7 @@ ONE, TWO = torch.ones(3), torch.ones(4)
 )
 def test_tensors_may_meet_if_the_backend_takes_them(method, given, others, expected):
     one, other = (
-        entry_of(Call(METHODS[method], None, each, NO_ROOT, is_blocking=True), RANKS)
+        entry_of(CollectiveCall(METHODS[method], None, each, NO_ROOT, is_blocking=True), RANKS)
         for each in (given, others)
     )
     assert one.matches(other) is expected

@@ -11,7 +11,13 @@ from torch import nn
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.inspection import CHUNK_ELEMENTS, Part
 from ddpnb.rank.inspection import digests as on_rank
-from ddpnb.reports.inspection.replicas import ReplicaCheck, Verdict, find, measured, with_causes
+from ddpnb.reports.inspection.replicas import (
+    PartVerdict,
+    ReplicaCheck,
+    findings_of,
+    with_causes,
+    with_size,
+)
 
 Namespace = dict[str, Any]
 
@@ -24,11 +30,11 @@ def checked(namespaces: Sequence[Namespace], *names: str, **facts: object) -> Re
         held = {name: replace(each, **facts) for name, each in found.held.items()}
         replicas.append(replace(found, held=held))
     findings = []
-    for each in find(replicas):
+    for each in findings_of(replicas):
         if each.chunks:
             wanted = each.name, each.part, each.tensor, each.chunks
             values = [on_rank.elements(namespaces[r], *wanted) for r in each.measured_ranks]
-            each = measured(each, values)
+            each = with_size(each, values)
         findings.append(each)
     ranks = tuple(range(len(namespaces)))
     return ReplicaCheck(findings=with_causes(findings, replicas), ranks=ranks)
@@ -52,7 +58,7 @@ def cause(result: ReplicaCheck, part: Part) -> str:
 
 def test_equal_replicas_are_the_same():
     result = checked([trained(), trained()])
-    assert {each.verdict for each in result.findings} == {Verdict.SAME}
+    assert {each.verdict for each in result.findings} == {PartVerdict.SAME}
     assert "all ranks train on the same samples" in cause(result, Part.GRADIENTS)
 
 
@@ -132,7 +138,7 @@ def test_tensors_of_any_kind():
 )
 def test_what_has_no_plain_values_is_not_compared(make):
     (finding,) = checked([{"t": make()}, {"t": make()}], "t").findings
-    assert finding.verdict is Verdict.UNKNOWN
+    assert finding.verdict is PartVerdict.UNKNOWN
 
 
 def test_a_large_tensor_is_measured_in_part_and_says_so():

@@ -15,7 +15,7 @@ from tests.rank.ranks import make_state
 
 def handed_out(num_ranks: int, spec: SamplerSpec, **namespace: object) -> Handout:
     found = [
-        on_rank.samples(spec, make_state(rank, num_ranks), dict(namespace))
+        on_rank.handed_out(spec, make_state(rank, num_ranks), dict(namespace))
         for rank in range(num_ranks)
     ]
     return handout_of(spec, found)

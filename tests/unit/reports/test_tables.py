@@ -9,7 +9,7 @@ import pytest
 from ddpnb.protocol.messages import Evaluating, Memory
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.formatting import duration, number, percent, short, size, tick
-from ddpnb.reports.inspection.advice import advice
+from ddpnb.reports.inspection.advice import advice_table
 from ddpnb.reports.listing import ranks_table, runs_table
 from ddpnb.reports.progress import progress_of
 from ddpnb.reports.result import ComparisonResult, five_columns, how_to_read
@@ -137,7 +137,7 @@ GPU = replace(CPU, device="cuda:0", has_peer_access=True)
     ],
 )
 def test_advice_marks_a_cell_for_every_machine(ranks, recommended, tensorflow):
-    table = advice(ranks)
+    table = advice_table(ranks)
     assert table.caption.startswith(f"Use {recommended} here ")
     assert f"; {tensorflow})" in table.caption
     assert table.html().count("◀ this machine") == 1

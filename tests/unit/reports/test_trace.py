@@ -10,7 +10,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.trace import CollectiveShown, CollectiveSpec, RankSpans, Span
 from ddpnb.reports.inspection.collective import CollectiveResult
 from ddpnb.reports.inspection.timeline import last_arrivals
-from ddpnb.reports.inspection.traces import TraceResult, chrome_trace, joined
+from ddpnb.reports.inspection.traces import TraceResult, chrome_trace, join_traces
 
 
 def call(rank: int, start: float, end: float, name: str = "all_reduce", **options) -> Span:
@@ -90,7 +90,7 @@ def test_a_trace_is_saved_as_the_ending_says(tmp_path: Path):
 
 
 def test_a_cell_without_collectives_is_one_sentence():
-    result = joined("Cell 1", [RankSpans(rank=0, spans=())], hosts=HERE)
+    result = join_traces("Cell 1", [RankSpans(rank=0, spans=())], hosts=HERE)
     assert list(result._repr_mimebundle_()) == ["text/plain"]
     with pytest.raises(UserError, match="nothing to draw"):
         result.plot()
@@ -98,15 +98,15 @@ def test_a_cell_without_collectives_is_one_sentence():
 
 def test_what_is_not_known_is_said_and_clocks_of_several_hosts_are_brought_together():
     open_one = RankSpans(rank=0, spans=(call(0, 1, 2),), num_open=1)
-    notes = joined("Cell 1", [open_one], hosts=HERE).notes
+    notes = join_traces("Cell 1", [open_one], hosts=HERE).notes
     records = "Rank 1 sent no records, so its calls are missing."
     assert notes[1:3] == (records, "1 call had not ended when the cell ended.")
-    assert len(joined("Cell 1", [open_one], hosts=HERE, ranks=[0]).notes) == len(notes) - 1
+    assert len(join_traces("Cell 1", [open_one], hosts=HERE, ranks=[0]).notes) == len(notes) - 1
     recorded = [
         RankSpans(rank=0, spans=(call(0, 100.0, 101.0),), clock_at=1000.0),
         RankSpans(rank=1, spans=(call(1, 5.5, 6.0),), clock_at=1095.0),
     ]
-    trace = joined("Cell 1", recorded, hosts=["one", "two"])
+    trace = join_traces("Cell 1", recorded, hosts=["one", "two"])
     assert [span.start for span in trace.spans] == [100.0, 100.5]
 
 

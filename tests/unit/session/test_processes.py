@@ -220,12 +220,12 @@ forkserver.COUNT_SECONDS = 1.0
 def count_by(function):
     torch.cuda.device_count = function
     try:
-        return forkserver.preload()
+        return forkserver.preload_modules()
     except RuntimeError as error:
         return "nvidia-smi" in str(error)
 
 answers = [lambda: 3, lambda: time.sleep(100), lambda: os.kill(os.getpid(), signal.SIGKILL)]
-print(forkserver.preload(counts_gpus=False), *map(count_by, answers))
+print(forkserver.preload_modules(counts_gpus=False), *map(count_by, answers))
 try:
     os.waitpid(-1, 0)
 except ChildProcessError:
