@@ -3,6 +3,8 @@
 import contextlib
 import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from ddpnb.protocol.processes import portable
 from tests.cluster.rig import is_alive, wait_until, wait_until_gone
 from tests.kernel.client import Kernel, both, kernel_in
+from tests.places import OTHER_USER, inside
 from tests.programs import printed
 from tests.unit.session.test_import import LOAD
 
@@ -194,6 +197,41 @@ print(preload.server.link.request("signal", ranks=[], number=0).result(60))
 
 def test_the_end_of_a_process_that_the_kernel_has_forked_ends_no_fork_server():
     assert printed(FORKS).splitlines()[-1] == "None"
+
+
+SHARES = """
+import os, time
+os.sched_setaffinity(0, [*os.sched_getaffinity(0)][:1])
+import psutil
+from ddpnb.cluster.processes import preload
+if (pid := os.fork()) == 0:
+    while True:
+        pass
+preload.start()
+both = psutil.Process(pid), psutil.Process(preload.server.pid)
+
+def share(is_over):
+    before = [sum(each.cpu_times()[:2]) for each in both]
+    while True:
+        busy, early = (sum(p.cpu_times()[:2]) - t for p, t in zip(both, before))
+        if is_over(busy):
+            return early / (busy + early)
+        time.sleep(0.01)
+
+shares = [share(lambda busy: busy > 2)]
+answer = preload.server.link.request("prepare", counts_gpus=False)
+print(*shares, share(lambda _: answer.done()), answer.result())
+os.kill(pid, 9)
+"""
+
+
+def test_the_early_import_leaves_the_core_to_others_until_it_is_needed(tmp_path: Path):
+    """The user has no privileges, as a student on a hub."""
+    words = [*inside(tmp_path, read_only=[], user=OTHER_USER), sys.executable, "-c", SHARES]
+    printed = subprocess.check_output(words, text=True, timeout=180, cwd="/")
+    early, needed, num_gpus = map(float, printed.split())
+    assert early < 0.3 < needed, "0.5 is an equal share"
+    assert num_gpus == 0
 
 
 def test_two_kernels_have_separate_fork_servers(loaded: Kernel, tmp_path: Path):
