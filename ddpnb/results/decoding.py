@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import sqlite3
 import time
 import typing
 from collections.abc import Mapping
@@ -10,7 +11,11 @@ from enum import Enum
 from types import UnionType
 from typing import Any, TypeVar
 
+import numpy as np
+
 from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import NO_STALENESS, EventBatch, RunHeader
+from ddpnb.results.rows import EVENT
 
 MAX_BYTES = 16_000_000
 """Maximum size of a stored value.  A larger value counts as damaged."""
@@ -26,6 +31,9 @@ DAMAGES = (
     *(AttributeError, AssertionError, RecursionError),
 )
 """The errors that a damaged value may cause."""
+
+MAX_STEP = 20_000_000
+"""Maximum number of a step, because some arrays have one element for each step."""
 
 Data = TypeVar("Data")
 
@@ -100,3 +108,15 @@ def decoded(value: Any, kind: Any) -> Any:
         return kind(*(decoded(each, float) for each in value))
     kinds = parts[:1] * len(value) if parts[-1] is ... else parts
     return tuple(decoded(each, part) for each, part in zip(value, kinds, strict=True))
+
+
+def stored_batch(row: sqlite3.Row, run_id: str, header: RunHeader | None = None) -> EventBatch:
+    """Return a row of the table ``batches`` as a batch with the header of the run."""
+    known = {"run_id": run_id, "header": header, "rows": row["events"]}
+    batch = from_fields(EventBatch, {**row, **known})
+    rows = np.frombuffer(batch.rows, dtype=EVENT)
+    numbers = np.concatenate([rows["step"], rows["staleness"], [0]])
+    is_sound = np.all(rows["rank"] == batch.rank) and np.all(np.isfinite(rows["seconds"]))
+    if not is_sound or numbers.min() < NO_STALENESS or numbers.max() > MAX_STEP:
+        raise ValueError("damaged steps")
+    return batch

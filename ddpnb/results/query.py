@@ -1,19 +1,32 @@
-"""Finds stored runs by name.  Runs in the kernel.
+"""Finds stored runs by name, and tests if a run is still being trained.  Runs in the kernel.
 
 ``digits-1`` names a comparison.  ``digits-1/ddp`` names all repeats of ``ddp`` in ``digits-1``, and
 ``digits-1/ddp#2`` names the second repeat.  ``ddp`` names the repeats of ``ddp`` in the latest
 comparison with ``ddp``.  ``mine`` names the latest loop that was logged as ``mine``.
 """
 
+import dataclasses
 import itertools
+import platform
 import re
+import sqlite3
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+import psutil
 
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError, closest
 from ddpnb.protocol.messages import RunHeader, RunSpec
+from ddpnb.results.decoding import MAX_NAME, DamageError, decoded, from_fields
 from ddpnb.results.run import Status
+
+SAME_SECONDS = 1.5
+"""Maximum seconds by which a process's start time may change if the clock is adjusted."""
+
+SILENT_SECONDS = 60.0
+"""A run on another host is listed as stopped if its time is older than this number of seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +65,29 @@ class StoredRun:
     def address(self) -> str:
         """The unique name of the run, such as ``digits-1/ddp#1``."""
         return f"{self.comparison}/{self.name}#{self.repeat + 1}"
+
+
+def stored_run(row: sqlite3.Row) -> StoredRun:
+    """Return a run without its steps.  If its row is damaged, the status is UNREADABLE."""
+    try:
+        run = from_fields(StoredRun, dict(row))
+    except DamageError as error:
+        comparison_id, comparison = (
+            decoded(text[:MAX_NAME], str) if isinstance(text, str) else "unreadable"
+            for text in (row["comparison_id"], row["comparison"])
+        )
+        name = f"unreadable-{row['row']}"
+        return StoredRun(
+            row=row["row"],
+            run_id=name,
+            comparison_id=comparison_id,
+            comparison=comparison,
+            name=name,
+            status=Status.UNREADABLE,
+            detail=str(error),
+        )
+    why = why_ended(run) if run.status is Status.RUNNING else ""
+    return dataclasses.replace(run, status=Status.STOPPED, detail=why) if why else run
 
 
 def resolve(address: str, runs: Sequence[StoredRun]) -> tuple[StoredRun, ...]:
@@ -127,3 +163,40 @@ def matching(
     found = [run for run, state in pairs if text.lower() in state.lower()]
     lines = list(dict.fromkeys((run.comparison_id, run.name) for run in found[::-1]))[:last]
     return tuple(run for run in found if (run.comparison_id, run.name) in lines)
+
+
+def writer_of(process: psutil.Process | None = None) -> str:
+    """Return the host, id and start time of a process (default: this process)."""
+    process = process or psutil.Process()
+    return f"{platform.node()} {process.pid} {process.create_time():.2f}"
+
+
+def is_written(writer: str) -> bool | None:
+    """Return whether the kernel that writes a run is alive; None if it is unknown.
+
+    It is unknown for kernels on other hosts.  It is also unknown if the start time differs, because
+    the id may belong to another process now, or the clock may have been changed.
+    """
+    try:
+        host, pid, began = writer.rsplit(" ", 2)
+        if host != platform.node():
+            return None
+        found = psutil.Process(int(pid))
+        is_same = abs(found.create_time() - float(began)) < SAME_SECONDS
+        is_zombie = found.status() == psutil.STATUS_ZOMBIE
+    except (ValueError, OverflowError):  # the writer is damaged
+        return None
+    except psutil.NoSuchProcess:
+        return False
+    return False if is_zombie else is_same or None
+
+
+def why_ended(run: StoredRun) -> str:
+    """Return why a run that is stored as running has ended; empty if it may still be trained."""
+    alive, seen = is_written(run.writer), run.heartbeat or run.created
+    if alive is False:
+        return "the kernel ended; unsaved steps are lost"
+    if alive or abs(time.time() - seen) < SILENT_SECONDS:
+        return ""
+    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(seen))
+    return f"no sign of life from {run.writer.rsplit(' ', 2)[0]} since {since}"

@@ -9,11 +9,8 @@ import atexit
 import contextlib
 import dataclasses
 import os
-import platform
 import re
-import shutil
 import sqlite3
-import sys
 import threading
 import time
 from collections import Counter
@@ -21,19 +18,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO, final
-
-import numpy as np
-import psutil
+from typing import Any, final
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import NO_STALENESS, EventBatch, RunHeader, RunReport
-from ddpnb.protocol.processes import hold, private_folder, working_folder
+from ddpnb.protocol.messages import EventBatch, RunReport
 from ddpnb.results import query
 from ddpnb.results.comparison import Comparison, overlay
-from ddpnb.results.decoding import DAMAGES, MAX_NAME, DamageError, decoded, encoded, from_fields
+from ddpnb.results.decoding import DAMAGES, DamageError, decoded, encoded, from_fields, stored_batch
+from ddpnb.results.folders import temporary_folder
 from ddpnb.results.query import StoredRun
-from ddpnb.results.rows import EVENT, Records, rows_of, stacked
+from ddpnb.results.rows import Records, rows_of, stacked
 from ddpnb.results.run import Run, RunSnapshot, Status
 from ddpnb.results.writer import Change, StoreError, Writer
 
@@ -45,14 +39,8 @@ FORMAT = 2
 WAIT_SECONDS = 5.0
 """Maximum seconds to wait until another notebook has finished writing."""
 
-SAME_SECONDS = 1.5
-"""Maximum seconds by which a process's start time may change if the clock is adjusted."""
-
 END_SECONDS = 1.0
 """Maximum seconds that the end of a run, or of the kernel, waits for the disk."""
-
-SILENT_SECONDS = 60.0
-"""A run on another host is listed as stopped if its time is older than this number of seconds."""
 
 CAN_WAIT = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 """Errors after which ddpnb keeps the runs in memory and tries again."""
@@ -90,9 +78,6 @@ SELECT runs.rowid AS row, runs.id AS run_id, comparison AS comparison_id, task, 
     (SELECT count(DISTINCT rank) FROM batches WHERE run = runs.id AND rank >= 0) AS num_ranks
 FROM runs LEFT JOIN comparisons ON comparisons.id = runs.comparison ORDER BY runs.rowid
 """
-
-MAX_STEP = 20_000_000
-"""Maximum number of a step, because some arrays have one element for each step."""
 
 RUN_ID = re.compile("[0-9a-f]{12}")
 """The ids that ``recorder.new_id`` returns.  Only such an id becomes the name of a file."""
@@ -164,7 +149,7 @@ class Store:
 
     def begin_run(self, comparison_id: str, run: RunSnapshot) -> None:
         """Store a run before its training; the comparison must have begun."""
-        state = (writer_of(psutil.Process()), run.status, encoded(run.spec) if run.spec else None)
+        state = (query.writer_of(), run.status, encoded(run.spec) if run.spec else None)
         row = (run.run_id, comparison_id, run.name, run.repeat, run.created, *state)
         self._writer.running.add(run.run_id)
         self._writer.put(Change(write=lambda connection: connection.execute(INSERT_RUN, row)))
@@ -204,7 +189,7 @@ class Store:
     def list(self) -> tuple[StoredRun, ...]:
         """Return all runs without their steps, in the order in which they began."""
         with self._snapshot() as connection:
-            return tuple(map(_stored_run, connection.execute(RUNS).fetchall()))
+            return tuple(map(query.stored_run, connection.execute(RUNS).fetchall()))
 
     def load(self, *addresses: str) -> Comparison:
         """Return one comparison that contains the runs listed in ``addresses``.
@@ -232,7 +217,7 @@ class Store:
             found = {}
             for row in connection.execute(wanted, (run_id,)):
                 with contextlib.suppress(*DAMAGES):
-                    found[row["rank"], row["sequence"]] = _batch(row, run_id)
+                    found[row["rank"], row["sequence"]] = stored_batch(row, run_id)
             for change in tuple(self._writer.queue):
                 if change.run_id == run_id and (batch := change.batch):
                     found[batch.rank, batch.sequence] = batch
@@ -407,159 +392,8 @@ class Store:
                     if table == "reports":
                         run.add_report(decoded(row["report"], RunReport))
                     else:
-                        run.add(_batch(row, stored.run_id, stored.header))
+                        run.add(stored_batch(row, stored.run_id, stored.header))
                 except DAMAGES:
                     details.append(f"a row of its {table} is damaged")
         run.end(stored.status, "; ".join(dict.fromkeys(details)))
         return run.snapshot()
-
-
-def _stored_run(row: sqlite3.Row) -> StoredRun:
-    """Return a run without its steps.  If its row is damaged, the status is UNREADABLE."""
-    try:
-        run = from_fields(StoredRun, dict(row))
-    except DamageError as error:
-        comparison_id, comparison = (
-            decoded(text[:MAX_NAME], str) if isinstance(text, str) else "unreadable"
-            for text in (row["comparison_id"], row["comparison"])
-        )
-        name = f"unreadable-{row['row']}"
-        return StoredRun(
-            row=row["row"],
-            run_id=name,
-            comparison_id=comparison_id,
-            comparison=comparison,
-            name=name,
-            status=Status.UNREADABLE,
-            detail=str(error),
-        )
-    why = _why_ended(run) if run.status is Status.RUNNING else ""
-    return dataclasses.replace(run, status=Status.STOPPED, detail=why) if why else run
-
-
-def open_store(start: Path | None = None) -> tuple[Store, str]:
-    """Open the store for a notebook in ``start``; return it with a note, which is often empty.
-
-    The folder is ``DDPNB_DATA``, if this variable is set, or ``runs_folder``.  If the user cannot
-    write to ``runs_folder``, the note names a folder in the user's home or a temporary folder.  A
-    new store in another folder begins with the runs that ``runs_folder`` has.
-    """
-    project, chosen, note = runs_folder(start), os.environ.get("DDPNB_DATA", ""), ""
-    has_runs = os.access(project / FILE_NAME, os.R_OK) and os.path.getsize(project / FILE_NAME)
-    store = _store_in(working_folder() / os.path.expanduser(chosen) if chosen else project)
-    if chosen and store is None:
-        raise UserError(
-            f"DDPNB_DATA is {chosen}, but you cannot write to this folder. Set the environment "
-            "variable DDPNB_DATA to another folder: %env DDPNB_DATA=FOLDER."
-        )
-    if store is None:
-        store = _store_in(_users_folder() / project.parents[1].relative_to(project.anchor))
-        until = "" if store else " until the kernel ends"
-        store = store or Store(temporary_folder())
-        instead = f"{store.folder}{until} {ELSEWHERE}"
-        note = f"You cannot write to {project}, so ddpnb stores runs in {instead}."
-    if has_runs and store.folder != project and not store.list():
-        old = Store(project)
-        old.move(store.folder)
-        return old, note
-    return store, note
-
-
-def _users_folder() -> Path:
-    """Return the folder for runs of read-only projects, as XDG and macOS recommend."""
-    home, given = Path(os.path.expanduser("~")), Path(os.environ.get("XDG_DATA_HOME", ""))
-    default = home / ("Library/Application Support" if sys.platform == "darwin" else ".local/share")
-    return (given if given.is_absolute() else default) / "ddpnb" / "runs"
-
-
-def _store_in(folder: Path) -> Store | None:
-    """Return the store in a folder, which may not exist yet, or None if the user cannot write."""
-    there = [each for each in (folder, folder / FILE_NAME) if os.path.exists(each)]
-    if not (folder.is_absolute() and all(os.access(each, os.W_OK) for each in there)):
-        return None
-    try:
-        return Store(folder)
-    except StoreError:
-        if len(there) == 2 and os.path.getsize(there[1]):  # has runs, perhaps of another version
-            raise
-        return None
-
-
-def temporary_folder() -> Path:
-    """Create a folder that is removed when this kernel ends, or later if the kernel is killed."""
-    folder = private_folder()
-    atexit.register(_remove, folder, os.getpid(), hold(folder))
-    return folder
-
-
-def _remove(folder: Path, pid: int, _lock: TextIO) -> None:
-    if os.getpid() == pid:  # not in a process forked from the kernel
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def runs_folder(start: Path | None = None) -> Path:
-    """Return the folder for stored runs.  The folder may not exist yet.
-
-    The folder is ``data/runs`` in the project around ``start``.  A project is the nearest parent
-    folder that contains ``data/`` and either ``pyproject.toml`` or ``notebooks/``.  Outside a
-    project, the folder is ``data/runs`` in ``start``.
-
-    Args:
-        start: the first folder of the search; by default the working folder.
-    """
-    here = (start or working_folder()).resolve()
-    project = next((folder for folder in (here, *here.parents) if _is_project(folder)), here)
-    return project / "data" / "runs"
-
-
-def _is_project(folder: Path) -> bool:
-    is_marked = os.path.isfile(folder / "pyproject.toml") or os.path.isdir(folder / "notebooks")
-    return is_marked and os.path.isdir(folder / "data")
-
-
-def _batch(row: sqlite3.Row, run_id: str, header: RunHeader | None = None) -> EventBatch:
-    """Return a row of the table ``batches`` as a batch with the header of the run."""
-    known = {"run_id": run_id, "header": header, "rows": row["events"]}
-    batch = from_fields(EventBatch, {**row, **known})
-    rows = np.frombuffer(batch.rows, dtype=EVENT)
-    numbers = np.concatenate([rows["step"], rows["staleness"], [0]])
-    is_sound = np.all(rows["rank"] == batch.rank) and np.all(np.isfinite(rows["seconds"]))
-    if not is_sound or numbers.min() < NO_STALENESS or numbers.max() > MAX_STEP:
-        raise ValueError("damaged steps")
-    return batch
-
-
-def writer_of(process: psutil.Process) -> str:
-    """Return a process's host, id and start time.  Ids alone are not unique over time."""
-    return f"{platform.node()} {process.pid} {process.create_time():.2f}"
-
-
-def is_written(writer: str) -> bool | None:
-    """Return whether the kernel that writes a run is alive; None if it is unknown.
-
-    It is unknown for kernels on other hosts.  It is also unknown if the start time differs, because
-    the id may belong to another process now, or the clock may have been changed.
-    """
-    try:
-        host, pid, began = writer.rsplit(" ", 2)
-        if host != platform.node():
-            return None
-        found = psutil.Process(int(pid))
-        is_same = abs(found.create_time() - float(began)) < SAME_SECONDS
-        is_zombie = found.status() == psutil.STATUS_ZOMBIE
-    except (ValueError, OverflowError):  # the writer is damaged
-        return None
-    except psutil.NoSuchProcess:
-        return False
-    return False if is_zombie else is_same or None
-
-
-def _why_ended(run: StoredRun) -> str:
-    """Return why a run that is stored as running has ended; empty if it may still be trained."""
-    alive, seen = is_written(run.writer), run.heartbeat or run.created
-    if alive is False:
-        return "the kernel ended; unsaved steps are lost"
-    if alive or abs(time.time() - seen) < SILENT_SECONDS:
-        return ""
-    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(seen))
-    return f"no sign of life from {run.writer.rsplit(' ', 2)[0]} since {since}"

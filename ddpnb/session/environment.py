@@ -14,7 +14,7 @@ from ddpnb.protocol.cores import describe_cores
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import gpu_driver, may_have_gpus
 from ddpnb.results.comparison import describe_ranks
-from ddpnb.results.store import runs_folder
+from ddpnb.results.folders import runs_folder
 
 LIBRARIES = re.compile(
     "ddpnb|torch|nvidia-(nccl|cuda-runtime).*|ipython|ipykernel|ipyparallel|ipywidgets|jupyter-client"

@@ -30,10 +30,11 @@ from ddpnb.reports.notebook import warn
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table
+from ddpnb.results.opening import open_store
 from ddpnb.results.query import all_names
 from ddpnb.results.recorder import Recorder, new_id
 from ddpnb.results.run import Status
-from ddpnb.results.store import Store, open_store
+from ddpnb.results.store import Store
 from ddpnb.session.background import Background
 from ddpnb.session.cells import CellOptions, RunningCell
 from ddpnb.session.comparison import prepare

@@ -22,11 +22,13 @@ from ddpnb.reports.listing import Details, runs_table
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.results import comparison
 from ddpnb.results.comparison import Comparison, magic_of
+from ddpnb.results.folders import runs_folder
 from ddpnb.results.frames import strategy_rows
+from ddpnb.results.opening import open_store
 from ddpnb.results.query import matching
 from ddpnb.results.recorder import Recorder
 from ddpnb.results.run import Run, Status
-from ddpnb.results.store import FILE_NAME, Store, StoreError, open_store, runs_folder
+from ddpnb.results.store import FILE_NAME, Store, StoreError
 from tests.rank.ranks import make_state
 from tests.unit.results.fake_runs import batch, header, run_of, spec, step, stored
 

@@ -9,13 +9,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.reports.listing import runs_table
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.results import store as store_module
+from ddpnb.results import query
 from ddpnb.results.recorder import Recorder, new_id
 from ddpnb.results.run import Status
 from ddpnb.results.store import FILE_NAME, Store, StoreError
@@ -167,7 +166,7 @@ def test_a_run_is_deleted_only_if_nothing_writes_it(
     recorder = recorded(store, [], "race")
     run_id = train(recorder, "ddp")
     store.flush()
-    host, pid, began = store_module.writer_of(psutil.Process()).rsplit(" ", 2)
+    host, pid, began = query.writer_of().rsplit(" ", 2)
     if place != "this host":
         writer = f"{host} {pid} 1.0" if "process" in place else f"lab 7 {pid} {began}"
         with sqlite3.connect(tmp_path / FILE_NAME) as connection:

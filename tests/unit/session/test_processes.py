@@ -35,8 +35,8 @@ from ddpnb.protocol.processes import (
     private_folder,
     remove_leftovers,
 )
+from ddpnb.results.query import is_written, writer_of
 from ddpnb.results.recorder import new_id
-from ddpnb.results.store import is_written, writer_of
 from tests.programs import printed, python
 
 
