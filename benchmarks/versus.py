@@ -32,14 +32,18 @@ SLOW_SECONDS = 15
 """A peer that takes longer does the work only once."""
 CHECK_SECONDS = 2
 """An all-reduce that takes longer shows that a group does not work."""
+QUIET_SECONDS = 30
+"""The longest wait for an idle machine before each measurement."""
+BUSY_PERCENT = 25
+"""The machine is idle if programs use less of all cores."""
 TRAINING_SECONDS = 300
 """Time limit for a training, whose speed is measured."""
 LOADED_SECONDS = 2
 """Time between ``%load_ext`` and ``%ddp_start`` in the row ``ready``."""
 LEFT_SECONDS = 10
 """Time between the kernel's death and the count of its processes."""
-INTERRUPT_SECONDS = 2
-"""Time that a cell runs before the interrupt."""
+HANG_SECONDS = 1
+"""Time between the beginning of a cell on all ranks and an interrupt or the kernel's death."""
 
 OTHERS = "the tool's commands for a new group also kill processes of other programs"
 ALL_REDUCE = "import torch, torch.distributed as dist\ndist.all_reduce(torch.ones(1))\n"
@@ -47,6 +51,7 @@ LINES = "import os\nfor i in range(20000): print(os.getpid(), i, 'x' * 73)"
 """Each rank prints different lines, because ddpnb shows equal lines of several ranks once."""
 ONE_THREAD = "import torch\nnum_before = torch.get_num_threads()\ntorch.set_num_threads(1)\n"
 SAY = "open(f'{folder}/said-{{dist.get_rank()}}', 'w').write(str({what}))\n"
+BEGUN = "open(f'{folder}/begun-{{dist.get_rank()}}', 'w').close()\n"
 ARRAY = "import numpy\narray = numpy.random.rand(12_500_000)"
 RAISE = "if dist.get_rank() == 1: raise ValueError('on purpose')\ndist.all_reduce(torch.ones(1))"
 BARRIER = "if dist.get_rank() == 1: dist.barrier()"
@@ -104,6 +109,7 @@ class Row:
                         opened[name] = NotebookOf(peer, self.num_ranks)
                         opened[name].open(begin=self.begins)
                     opened[name].remark = ""
+                    wait_for_quiet()
                     began = time.perf_counter()
                     took = self.work(opened[name])
                     if self.unit == "s" and took > self.limit:
@@ -224,15 +230,30 @@ def _fault(source: str, interrupt: bool = False) -> Callable[[NotebookOf], float
     def work(opened: NotebookOf) -> float:
         if opened.peer.keeps:
             opened.cell(ALL_REDUCE + "kept = 7")
+        begun = BEGUN.format(folder=opened.folder)
+        began = [time.perf_counter()]
+
+        def interrupt_all() -> None:
+            _wait_for_ranks(opened)
+            began[0] = time.perf_counter()
+            opened.interrupt()
+
         if interrupt:
-            threading.Timer(INTERRUPT_SECONDS, opened.interrupt).start()
-        began = time.perf_counter()
+            threading.Thread(target=interrupt_all, daemon=True).start()
         with _in_time():
-            opened.cell(ALL_REDUCE + source)
+            opened.cell(ALL_REDUCE + begun + source)
         _works_again(opened)
-        return time.perf_counter() - began - (INTERRUPT_SECONDS if interrupt else 0)
+        return time.perf_counter() - began[0]
 
     return work
+
+
+def _wait_for_ranks(opened: NotebookOf) -> None:
+    """Wait until all ranks run the code after ``BEGUN``."""
+    end = time.monotonic() + LIMIT_SECONDS
+    while len(list(opened.folder.glob("begun-*"))) < opened.num_ranks and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(HANG_SECONDS)
 
 
 @contextlib.contextmanager
@@ -264,8 +285,8 @@ def _works_again(opened: NotebookOf) -> None:
 
 
 def _left_behind(opened: NotebookOf) -> float:
-    opened.send(ALL_REDUCE + "import time\ntime.sleep(600)")
-    time.sleep(2)
+    opened.send(f"{ALL_REDUCE}{BEGUN.format(folder=opened.folder)}import time\ntime.sleep(600)")
+    _wait_for_ranks(opened)
     psutil.Process(opened.kernel_pid).kill()
     time.sleep(LEFT_SECONDS)
     return len(opened.processes())
@@ -355,14 +376,14 @@ ROWS = {
         "threads",
         unit="samples/s",
         work=_default_rate,
-        rounds=3,
+        rounds=4,
         is_open=True,
     ),
     "rate": Row(
         name="speed of training with DDP in a cell, 2 ranks with one thread each",
         unit="samples/s",
         work=_rate,
-        rounds=5,
+        rounds=8,
         is_open=True,
         goal=">= 0.99 of torchrun",
     ),
@@ -464,6 +485,13 @@ def measure(rows: str = "", peers: str = "", quick: int = 0, rounds: int = 0) ->
     finally:
         close_all(opened)
     return []
+
+
+def wait_for_quiet() -> None:
+    """Wait until other programs use little of the cores, but not for long."""
+    end = time.monotonic() + QUIET_SECONDS
+    while psutil.cpu_percent(0.5) > BUSY_PERCENT and time.monotonic() < end:
+        pass
 
 
 def close_all(opened: dict[str, NotebookOf]) -> None:
