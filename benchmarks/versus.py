@@ -28,8 +28,6 @@ OVERVIEW = README.parents[1] / "README.md"
 HEADLINES = ("start", "raise", "left")
 """The rows that the main README shows."""
 BEGIN, END = "<!-- what follows is written by: make bench -->\n", "<!-- until here -->\n"
-SLOW_SECONDS = 15
-"""A peer that takes longer does the work only once."""
 CHECK_SECONDS = 2
 """An all-reduce that takes longer shows that a group does not work."""
 QUIET_SECONDS = 30
@@ -86,7 +84,7 @@ class Row:
     num_ranks: int = 2
     is_open: bool = False
     """True if each peer's notebook stays open for all rounds, and for the next row if that row is
-    open too. The first round is then not counted, unless the peer is slow."""
+    open too. The first round is then not counted."""
     begins: bool = True
     """True if the ranks are started before the work."""
     limit: float = LIMIT_SECONDS
@@ -99,10 +97,9 @@ class Row:
     ) -> dict[str, Measured]:
         """Let the peers do the work in turns; ``opened`` holds the notebooks that stay open."""
         found = {name: Measured() for name in peers}
-        slow: set[str] = set()
         for turn in range(rounds + self.is_open):
             for name, peer in peers.items():
-                if found[name].said.startswith("cannot") or name in slow:
+                if found[name].said.startswith("cannot"):
                     continue
                 with _noted(found[name]):
                     if name not in opened:
@@ -110,15 +107,12 @@ class Row:
                         opened[name].open(begin=self.begins)
                     opened[name].remark = ""
                     wait_for_quiet()
-                    began = time.perf_counter()
                     took = self.work(opened[name])
                     if self.unit == "s" and took > self.limit:
                         raise CannotError(f"not within {self.limit:g} s")
                     found[name].said = opened[name].remark
-                    if time.perf_counter() - began > SLOW_SECONDS:
-                        slow.add(name)
-                    is_counted = not self.is_open or turn > 0 or name in slow
-                    found[name].values += [took] if is_counted else []
+                    if turn or not self.is_open:
+                        found[name].values.append(took)
                 if name in opened and (not self.is_open or found[name].said.startswith("cannot")):
                     opened.pop(name).close()
         return found
@@ -446,6 +440,7 @@ OURS = {
         "after the other",
         work=_whole,
         begins=False,
+        rounds=1,
         limit=300,
         goal="<= 1.0 of torchrun",
     ),
