@@ -56,7 +56,7 @@ class RunSpec(TrainingSpec):
     """The index of this repeat of the strategy, from 0.  All runs of one repeat share a seed."""
     is_ceiling: bool = False
     """True if ddpnb added this run as the ceiling.  Such a run is short and is not evaluated."""
-    comparison: str = ""
+    comparison_id: str = ""
     """The id of the comparison, or empty.  Ranks load the cell's data once for each comparison."""
     models: str = ""
     """The folder for the trained weights of each run.  If empty, ddpnb does not save weights."""

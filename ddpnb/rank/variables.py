@@ -74,14 +74,14 @@ def keep_model(spec: RunSpec, model: nn.Module) -> None:
 
     The copy is pickled, because the model may hold memory of the device, also in its hooks.
     """
-    if any(comparison != spec.comparison for comparison, *_ in _models):
+    if any(comparison != spec.comparison_id for comparison, *_ in _models):
         _models.clear()
     kept: list[bytearray] | UserError
     try:
         kept = [*map(bytearray, dump(model, for_ranks=False))]
     except Exception as error:  # noqa: BLE001  ``trained_model`` raises it
         kept = UserError(f"This model cannot be pickled ({summary_of(error)}).")
-    _models[spec.comparison, spec.strategy, spec.learning_rate] = spec.run_id, kept
+    _models[spec.comparison_id, spec.strategy, spec.learning_rate] = spec.run_id, kept
 
 
 def trained_model(run_id: str) -> nn.Module:

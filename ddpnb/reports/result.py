@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 NUM_COLUMNS = 5
-SCORES = ("held-out accuracy", "held-out loss", "final loss")
+SCORE_TITLES = ("held-out accuracy", "held-out loss", "final loss")
 """Titles of the score columns.  The short table has the first of these columns that exists."""
 ORDER = ("lr", "samples/s", "speed-up", "efficiency", "exposed")
 """Titles of other columns.  The short table has the last two columns only if there is room."""
@@ -220,8 +220,8 @@ class ComparisonResult(Shown):
 def five_columns(table: Table) -> Table:
     """Return a table with the five most important columns, without ranges and notes."""
     titles = [column.title for column in table.columns]
-    score = next((title for title in SCORES if title in titles), "")
-    own = [t for t in titles if t.startswith(("to ", "held-out ")) and t not in SCORES]
+    score = next((title for title in SCORE_TITLES if title in titles), "")
+    own = [t for t in titles if t.startswith(("to ", "held-out ")) and t not in SCORE_TITLES]
     ranked = [titles[0], *ORDER[:3], score, *own, *ORDER[3:], *titles]
     chosen = list(dict.fromkeys(title for title in ranked if title in titles))[:NUM_COLUMNS]
     at = [index for index, title in enumerate(titles) if title in chosen]

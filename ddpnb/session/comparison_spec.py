@@ -72,7 +72,7 @@ class ComparisonSpec:
         names = list(dict.fromkeys([*added, *self.strategies]))
         seed = self.training.seed
         folder = str(models) if self.training.save and models else ""
-        chosen = asdict(self.training) | {"comparison": new_id()}
+        chosen = asdict(self.training) | {"comparison_id": new_id()}
         ceiling = chosen | {"is_ceiling": True, "save": False, "kill": (), "rates": ()}
         rates = self.training.rates or (self.training.learning_rate,)
         seeds = [(seed + repeat) % 2**63 for repeat in range(self.num_repeats)]

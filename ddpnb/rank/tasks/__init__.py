@@ -24,8 +24,8 @@ def load_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> 
         UserError: The cell's task is wrong (see ``cell_task``), or the cell and the spec both
             configure an optimizer.
     """
-    if spec.comparison in _loaded:
-        task, settings = _loaded[spec.comparison]
+    if spec.comparison_id in _loaded:
+        task, settings = _loaded[spec.comparison_id]
         restore_settings(settings)
     else:
         forget()
@@ -34,8 +34,8 @@ def load_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> 
             task = cell_task(spec.source, namespace, filename)
         else:
             task = TASKS[choice.name].load()(**choice.options)
-        if spec.comparison:
-            _loaded[spec.comparison] = task, computing_settings()
+        if spec.comparison_id:
+            _loaded[spec.comparison_id] = task, computing_settings()
     if task.optimizer and (spec.momentum or spec.own_momentum is not None or spec.rates):
         what = "Several values of --lr need" if spec.rates else "Momentum needs"
         raise UserError(

@@ -227,7 +227,7 @@ def test_a_checkpoint_restores_the_random_numbers_of_the_gpus(monkeypatch, tmp_p
 
 
 def test_a_kept_model_is_a_copy_and_one_that_cannot_be_pickled_is_named():
-    model, spec = nn.Linear(300, 200), spec_of("ddp", comparison="kept")
+    model, spec = nn.Linear(300, 200), spec_of("ddp", comparison_id="kept")
     weight = model.weight.detach().clone()
     variables.keep_model(spec, model)
     with torch.no_grad():

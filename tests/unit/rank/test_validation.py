@@ -218,7 +218,7 @@ def test_a_cell_runs_once_for_all_runs_of_a_comparison():
     source = GOOD + "calls.append(1)\n"
     calls: list[int] = []
     for comparison, strategy in (("a", "ddp"), ("a", "async"), ("b", "ddp"), ("", "ddp")):
-        check(source, strategy, names={"calls": calls}, comparison=comparison)
+        check(source, strategy, names={"calls": calls}, comparison_id=comparison)
     forget()
     assert len(calls) == 3
 

@@ -259,7 +259,7 @@ def test_the_magic_of_a_stored_comparison_asks_for_the_same_runs(line: str):
     asked = spec_of(line).run_specs()
     again = spec_of(magic_for(asked).removeprefix("%ddp_compare ")).run_specs()
     one, other = (
-        [replace(run, run_id="", comparison="") for run in runs] for runs in (asked, again)
+        [replace(run, run_id="", comparison_id="") for run in runs] for runs in (asked, again)
     )
     assert one == other
 
