@@ -65,7 +65,7 @@ ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 """Signals that a new child must not receive before it has its own handlers."""
 COUNT_SECONDS = 30.0
 """Maximum seconds to wait until the GPU driver has reported the number of GPUs."""
-COMPILER_SECONDS = 1.5
+COMPILER_SECONDS = 0.3
 """Seconds without a request after which the fork server also imports torch's compiler early."""
 LOG_BYTES = 16_384
 """Maximum number of bytes of a log that the kernel receives when a process has ended."""
