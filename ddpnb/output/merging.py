@@ -92,18 +92,26 @@ class OutputMerger:
         If ``at_once``, return every item, even if other ranks may still write the same item.
         """
         blocks: list[Block] = []
-        ahead = {rank: Counter(output.items) for rank, output in self._outputs.items()}
+        ahead: dict[int, Counter[Item]] = {}
         while ready := self._ready(at_once=at_once):
-            heads = {rank: items[0] for rank, items in ready.items()}
-            item = choose(heads, ahead)
-            ranks = [rank for rank, head in heads.items() if head == item]
-            for rank in ranks:
-                ready[rank].popleft()
-                ahead[rank][item] -= 1
-            if blocks and blocks[-1][0] == ranks:
-                blocks[-1][1].append(item)
-            else:
-                blocks.append((ranks, [item]))
+            first, *rest = ready.values()
+            if all(items == first for items in rest):  # the fastest way to compare many ranks
+                blocks.append((list(ready), list(first)))
+                for items in ready.values():
+                    items.clear()
+                break
+            ahead = ahead or {rank: Counter(output.items) for rank, output in self._outputs.items()}
+            while all(ready.values()):
+                heads = {rank: items[0] for rank, items in ready.items()}
+                item = choose(heads, ahead)
+                ranks = [rank for rank, head in heads.items() if head == item]
+                for rank in ranks:
+                    ready[rank].popleft()
+                    ahead[rank][item] -= 1
+                if blocks and blocks[-1][0] == ranks:
+                    blocks[-1][1].append(item)
+                else:
+                    blocks.append((ranks, [item]))
         return blocks
 
     def _ready(self, *, at_once: bool) -> dict[int, deque[Item]]:
@@ -170,6 +178,10 @@ class Screen:
         text, self._incomplete = self._incomplete + text, ""
         if found := INCOMPLETE.search(text):
             text, self._incomplete = text[: found.start()], found[0]
+        row, *others = self._rows
+        if not (others or row.is_replaced or row.is_bar or REDRAWS.search(text)):  # no bars
+            *lines, row.text = (row.text + text).split("\n")
+            return [(self._stream, line) for line in lines]
         for part in PARTS.split(text):
             row = self._rows[self._row]
             if part == "\n":
