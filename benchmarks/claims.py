@@ -4,6 +4,8 @@
 - ``load`` does the same while a busy loop runs on every core.
 - ``power`` slows the computation of rank 1 down in the second run (default: ``slow=1:1.1x``).  The
   last row has the ratio of the samples/s.  Example: ``claims:part=power,num=20,slow=1:1.2x``.
+- ``advice`` does the same with 3 repeats.  If the sentence then names a number of repeats, a new
+  comparison with this number follows.
 
 Each comparison has 5 repeats.  Its first 3 repeats also count as a separate comparison.
 ``seconds=2`` makes each run longer.
@@ -39,7 +41,7 @@ FEW_REPEATS = 3
 SLOW = "1:1.1x"
 CLAIM = re.compile(r"\d\.\d\d× ddp")
 TRIAL_EPOCHS = 20.0
-PARTS = ("same", "load", "power")
+PARTS = ("same", "load", "power", "advice")
 
 
 class Unseen:
@@ -68,17 +70,16 @@ def measure(num: int = 100, seconds: float = 1.0, part: str = "", slow: str = SL
         opened.callback(cluster.stop)
         for each in (part,) if part else PARTS:
             with busy() if each == "load" else contextlib.nullcontext():
-                slowed = slow if each == "power" else ""
-                figures += _figures(cluster, store, num, seconds, each, slowed)
+                slowed = slow if each in ("power", "advice") else ""
+                measured = _advice if each == "advice" else _figures
+                figures += measured(cluster, store, num, seconds, each, slowed)
     return figures
 
 
 def _figures(
     cluster: Cluster, store: Store, num: int, seconds: float, part: str, slow: str
 ) -> Iterator[Figure]:
-    trial = compared(cluster, store, TRIAL_EPOCHS, num_repeats=1).runs()
-    last = trial.iloc[-1]  # the first run warmed the machine up
-    epochs = TRIAL_EPOCHS * seconds / last.seconds
+    epochs = _epochs(cluster, store, seconds)
     found = [compared(cluster, store, epochs, slow=slow) for _ in range(num)]
     frames = [each.runs().set_index(["strategy", "repeat"]) for each in found]
     speeds = [frame["samples_per_second"] for frame in frames]
@@ -103,6 +104,35 @@ def _figures(
         )
     name = f"samples/s of the second run, divided by the first run: {pair} ({where})"
     yield Figure(name=name, unit="", ours=ratios)
+
+
+def _advice(
+    cluster: Cluster, store: Store, num: int, seconds: float, part: str, slow: str
+) -> Iterator[Figure]:
+    epochs = _epochs(cluster, store, seconds)
+    claims, advised = [], []
+    for _ in range(num):
+        pilot = compared(cluster, store, epochs, num_repeats=FEW_REPEATS, slow=slow)
+        if repeats := int(pilot.ratios().repeats_needed.iloc[0]):
+            again = compared(cluster, store, epochs, num_repeats=repeats, slow=slow)
+            claims.append(again.ratios().verdict.iloc[0] == "different")
+            advised.append(repeats)
+    pair = f"ddp with --slow {slow} compared with ddp"
+    yield Figure(
+        name=f"share of claims with the number of repeats that the sentence named: {pair} (runs of "
+        f"{seconds:g} s)",
+        unit=f"share of {len(claims)} sentences",
+        ours=[sum(claims) / max(len(claims), 1)],
+        limit=">= 0.8",
+    )
+    yield Figure(name="number of repeats that the sentence named", unit="repeats", ours=advised)
+
+
+def _epochs(cluster: Cluster, store: Store, seconds: float) -> float:
+    """Return the number of epochs that take ``seconds``."""
+    trial = compared(cluster, store, TRIAL_EPOCHS, num_repeats=1).runs()
+    last = trial.iloc[-1]  # the first run warmed the machine up
+    return float(TRIAL_EPOCHS * seconds / last.seconds)
 
 
 def _most(num: int) -> int:
