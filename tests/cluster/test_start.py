@@ -53,7 +53,9 @@ def test_another_ddpnb_that_the_ranks_would_find_is_named(
 
 def test_a_call_on_a_rank_without_an_engine_reaches_no_rank(cluster: Cluster, monkeypatch):
     sent = []
-    monkeypatch.setattr(ipyparallel_internals, "send", lambda *arguments: sent.append(arguments))
+    monkeypatch.setattr(
+        ipyparallel_internals, "start_call", lambda *arguments: sent.append(arguments)
+    )
     with pytest.raises(UserError, match="%ddp_restart --ranks 999"):
         cluster.client.submit(calls.state(), [0, 999])
     assert not sent
@@ -162,7 +164,7 @@ def test_a_start_survives_lost_messages_and_stop_leaves_nothing(monkeypatch: pyt
             send(*arguments)
 
     monkeypatch.setattr(ipp.Client, "_connect", leave_the_first_unanswered)
-    monkeypatch.setattr(ipyparallel_internals, "send", lose_the_first)
+    monkeypatch.setattr(ipyparallel_internals, "start_call", lose_the_first)
     with rig.started(2) as cluster:
         assert [state.rank for state in cluster.states] == [0, 1]
         assert len(asked) >= 2
