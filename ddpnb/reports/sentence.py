@@ -192,7 +192,7 @@ def _error(done: Sequence[Row], ratios: Sequence[Row]) -> str:
         return ""
     own = [row for row in ratios if row["quantity"] == "held_out_accuracy"]
     if own and all(row["verdict"] != Verdict.FEW_REPEATS for row in own):
-        return _over_seeds(own, shares)
+        return _over_seeds(own, shares, f"{high} from {low}")
     num = min((row["num_held_out"] for row in done if row["num_held_out"]), default=0)
     if num == 0:
         return ""
@@ -202,7 +202,7 @@ def _error(done: Sequence[Row], ratios: Sequence[Row]) -> str:
     return f", with a standard error of {error:.1f} points ({num:,} samples) without the seeds"
 
 
-def _over_seeds(ratios: Sequence[Row], shares: dict[str, float]) -> str:
+def _over_seeds(ratios: Sequence[Row], shares: dict[str, float], ends: str) -> str:
     """Return the differences of accuracies, in points, with intervals that include the seeds."""
     base = ratios[0]["reference"]
     scale = 100 * shares[base]
@@ -213,6 +213,10 @@ def _over_seeds(ratios: Sequence[Row], shares: dict[str, float]) -> str:
         for row in ratios
         if row["verdict"] == Verdict.DIFFERENT
     ]
+    if texts:
+        return f"; {listed(texts)}"
+    if any(row["verdict"] == Verdict.UNDECIDED for row in ratios):
+        num = min(row["num_repeats"] for row in ratios)
+        return f": {counted(num, 'seed')} are too few to tell {ends}"
     least = percent(SMALLEST_ACCURACY_EFFECT, 1)
-    none = f": these seeds show no difference of {least} or more from {base}"
-    return f"; {listed(texts)}" if texts else none
+    return f": these seeds show no difference of {least} or more from {base}"
