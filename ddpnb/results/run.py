@@ -23,7 +23,7 @@ from ddpnb.protocol.messages import (
     RunSpec,
 )
 from ddpnb.results.curve import Curve, complete_steps, curve_of, end_of, waiting_seconds
-from ddpnb.results.rows import EVENT, Records, stacked, with_ends
+from ddpnb.results.rows import Records, metrics_of, rows_of, stacked, with_ends
 
 GROWTH = 1 / 200
 """During training, a snapshot is computed again as soon as this share of the steps is new."""
@@ -253,10 +253,11 @@ class Run:
     def add(self, batch: EventBatch) -> None:
         """Add a batch of events."""
         assert batch.run_id == self.run_id, (batch.run_id, self.run_id)
-        rows = np.frombuffer(batch.rows, dtype=EVENT)
+        rows = rows_of(batch)  # raises an error if a logged number belongs to no row
         with self._lock:
-            for index, name, value in batch.metrics:
-                self._metrics.setdefault(name, []).append((self._num_rows + index, value))
+            for name, field_name in metrics_of(rows).items():
+                values = enumerate(rows[field_name].tolist(), start=self._num_rows)
+                self._metrics.setdefault(name, []).extend(values)
             self._kept += rows[list(KEPT.names or ())].astype(KEPT).tobytes()
             self._num_rows += len(rows)
             sums = [rows[name].sum(dtype=np.float64) for name in SUMMED]

@@ -99,6 +99,18 @@ def test_a_run_comes_back_as_it_was(store: Store):
     assert now["num_workers"] == store.list()[0].num_workers == 2
 
 
+@pytest.mark.parametrize("index", [1, 99, -2])
+def test_a_logged_number_of_no_row_is_damage_and_hides_no_other_row(store: Store, index: int):
+    run = begun(store)
+    for sequence, metrics in enumerate(([(0, "grad", 0.5)], [(index, "grad", 0.7)])):
+        store.append(batch(run.run_id, [step(sequence, 1.0)], sequence=sequence, metrics=metrics))
+    store.finish(run.run_id, Status.FINISHED)
+    (found,) = store.load("digits-1").runs
+    assert (found.detail, found.num_events) == ("a row of its batches is damaged", 1)
+    assert found.last == {"grad": 0.5}
+    assert len(ComparisonResult(store.load("digits-1")).runs()) == 1
+
+
 def test_comparisons_are_numbered_and_found_by_name(store: Store):
     assert keep(store, ("single", "ddp"), 1) == "digits-1"
     assert keep(store, ("ddp",), 2, repeats=2) == "digits-2"
