@@ -94,7 +94,8 @@ class ComparisonResult(Shown):
         from ddpnb.reports.figures.figure import draw  # noqa: PLC0415 - matplotlib takes 0.3 s
 
         chosen = replace(self.options, **read_options(PlotOptions, options))
-        rows = frames.strategy_rows(self.comparison, chosen.target)
+        is_same = chosen.target == self.options.target
+        rows = self.rows if is_same else frames.strategy_rows(self.comparison, chosen.target)
         return Picture(draw(self.comparison, rows, chosen), self.sentence())
 
     def pictures(self) -> list[Picture]:
