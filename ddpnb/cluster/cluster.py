@@ -330,10 +330,11 @@ class Cluster:
     def _require_started(self) -> None:
         """Raise UserError if a process of a new cluster has ended, with the reason."""
         prepared = self.processes.prepared
-        if prepared.done() and (cause := prepared.exception()) and not self.exits:
+        is_up = Service.FORK_SERVER not in self.exits
+        if is_up and prepared.done() and (cause := prepared.exception()):
             is_users = isinstance(cause, UserError)
             raise cause if is_users else UserError(f"The ranks could not be prepared: {cause}")
-        if not self.folder.exists() and Service.FORK_SERVER not in self.exits:
+        if is_up and not self.folder.exists():
             raise UserError(f"The folder {self.folder} was removed. Run %ddp_start to try again.")
         if exits := list(self.exits.values()):
             first, member = exits[0], exits[0].member

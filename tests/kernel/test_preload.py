@@ -124,11 +124,10 @@ CHANGES = {
 def test_a_start_replaces_a_fork_server_that_is_outdated(loaded: Kernel, change: str):
     (loaded.folder / "sub").mkdir()
     early = Early(loaded)
-    wait_until(lambda: len(early.processes) >= 2, "the controller")
+    if change == "controller":
+        wait_for_import(loaded)
     with gone_afterwards(early):
         loaded.run(CHANGES[change]).passed  # noqa: B018
-        if change == "controller":
-            wait_for_import(loaded)
         if change in ("controller", "server"):
             loaded.wait_for_value(f"bool({PRELOAD}.exits)", "True")
         assert loaded.run(START).passed
@@ -152,12 +151,24 @@ def test_a_start_on_other_hosts_ends_the_fork_server(loaded: Kernel):
     assert not loaded.processes
 
 
-def test_a_failed_early_import_is_silent_and_the_start_says_why(tmp_path: Path):
+# The kernel looks so late that the ranks have already ended.
+LOOKS_LATE = """
+import time
+from ddpnb.cluster import cluster
+start = cluster.Cluster.start_rank
+cluster.Cluster.start_rank = lambda *args, **given: (start(*args, **given), time.sleep(2))
+"""
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_failed_early_import_is_silent_and_the_start_says_why(tmp_path: Path, late: bool):
     (tmp_path / "torch.py").write_text("raise ImportError('no wheel for this machine')")
     with kernel_in(tmp_path) as kernel:
         early = Early(kernel)
-        time.sleep(1.0)
+        wait_for_import(kernel)
         assert is_alive(early.server)
+        if late:
+            assert kernel.run(LOOKS_LATE).passed
         cell = kernel.run(START)
         assert "no wheel for this machine" in cell.refusal
         assert not kernel.processes

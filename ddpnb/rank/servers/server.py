@@ -177,7 +177,7 @@ class Server:
     def close(self) -> None:
         """Stop accepting connections and requests, and wait until the last replies are sent.
 
-        A worker that no longer reads delays the end by at most ``STALLED_SECONDS``.
+        A worker that no longer reads delays the end by at most twice ``STALLED_SECONDS``.
         """
         self._is_closing = True
         for listener, thread in zip(self._listeners, self._acceptors, strict=True):
@@ -228,6 +228,8 @@ class Server:
                     if reply.lost_rank != NO_RANK:
                         return
                     copy.send(connection, lambda: not self._is_closing)
+            except BlockingIOError:  # the worker has stalled, so it would not read a reply either
+                queue.lose(rank, incarnation)
             except (EOFError, OSError):
                 # Reply, because the worker may be alive (declared lost, or rank 0 disconnected).
                 _send_reply(connection, queue.lose(rank, incarnation))
