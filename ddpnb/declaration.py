@@ -19,7 +19,7 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-CHOICES = "    **choices: as listed."
+CHOICES_LINE = "    **choices: as listed."
 """The line of a docstring that is replaced by the descriptions of the options."""
 SECTION = re.compile(r"\n(?:Args|Returns|Raises):\n")
 PARAMETER = re.compile(r"^    \*{0,2}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
@@ -95,7 +95,7 @@ def public(
         call.__signature__ = signature  # type: ignore[attr-defined]
         doc = inspect.getdoc(function) or ""  # without the indentation that Python 3.13 removes
         lines = (f"    {each.keyword}: {_help_in_python(each)}." for each in added)
-        call.__doc__ = doc.replace(CHOICES, "\n".join(lines))
+        call.__doc__ = doc.replace(CHOICES_LINE, "\n".join(lines))
         return call
 
     return decorate

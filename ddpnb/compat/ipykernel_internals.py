@@ -31,9 +31,9 @@ from IPython.core.ultratb import VerboseTB
 from ddpnb.compat.probe import Probe
 
 POLL_SECONDS = 0.003
-READ_BYTES = 65_536
+STREAM_BYTES = 65_536
 """Maximum number of bytes to read from a descriptor at once: the size of a pipe."""
-LOG_BYTES = 4_000_000
+MIRROR_BYTES = 4_000_000
 """Size at which the log of a descriptor's text begins again.  The log may take memory."""
 SHOWN_AT_ONCE = 1_000_000
 """Number of characters that all ranks together show at once on each stream of a cell.
@@ -205,11 +205,11 @@ class DescriptorStream(OutStream):
             while self._should_watch:
                 readable.poll()
                 with self._passing_on:
-                    data = os.read(self._fid, READ_BYTES)
+                    data = os.read(self._fid, STREAM_BYTES)
                     if not data:
                         return
                     self.write(decode(data))
-                    if os.fstat(self._original_stdstream_copy).st_size > LOG_BYTES:
+                    if os.fstat(self._original_stdstream_copy).st_size > MIRROR_BYTES:
                         os.ftruncate(self._original_stdstream_copy, 0)
                     os.write(self._original_stdstream_copy, data)
         except Exception:  # noqa: BLE001  ipykernel shows the error when the stream is closed

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ddpnb.course.exercises import HINTS, Hint, check
-from ddpnb.course.in_notebook import CHECKS
+from ddpnb.course.in_notebook import CHECKS_IN_NOTEBOOK
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.session.cells import CellOptions
 from ddpnb.session.errors import CellTimeoutError, HangError, RankError
 from ddpnb.session.session import this_session
 
-SECONDS = 20.0
+CHECK_SECONDS = 20.0
 """Time limit of a check on the ranks.  After this time, the ranks stop and keep their variables."""
 
 
@@ -31,7 +31,7 @@ def check_exercise(number: str, variables: Mapping[str, Any]) -> str:
     if number not in HINTS:
         raise one_of("exercise", number, HINTS)
     try:
-        if number in CHECKS:
+        if number in CHECKS_IN_NOTEBOOK:
             _in_notebook(number, variables)
         else:
             _on_ranks(number)
@@ -44,7 +44,7 @@ def check_exercise(number: str, variables: Mapping[str, Any]) -> str:
 
 def _in_notebook(number: str, variables: Mapping[str, Any]) -> None:
     try:
-        check(CHECKS[number], variables)
+        check(CHECKS_IN_NOTEBOOK[number], variables)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise Hint(f"The check raised {type(error).__name__}: {error}.") from None
 
@@ -52,7 +52,7 @@ def _in_notebook(number: str, variables: Mapping[str, Any]) -> None:
 def _on_ranks(number: str) -> None:
     source = f"from ddpnb.course import on_ranks\non_ranks.check({number!r}, globals())"
     try:
-        this_session().run_cell(source, CellOptions(timeout=SECONDS))
+        this_session().run_cell(source, CellOptions(timeout=CHECK_SECONDS))
     except (HangError, CellTimeoutError) as error:
         raise Hint(str(error)) from None
     except RankError as error:

@@ -61,7 +61,7 @@ def enough_ranks(enough_ranks: int, forecast: Any) -> None:
     )
 
 
-CHECKS: dict[str, Check] = {
+CHECKS_IN_NOTEBOOK: dict[str, Check] = {
     "1.1": efficiency,
     "1.2": bigger_batch,
     "5.1": mean_staleness,

@@ -28,7 +28,7 @@ def check(number: str, variables: dict[str, Any]) -> None:
     """
     expect(dist.get_world_size() > 1, "The check needs 2 or more ranks. Run %ddp_restart -n 2.")
     try:
-        check_variables(CHECKS[number], variables)
+        check_variables(CHECKS_ON_RANKS[number], variables)
     except (AttributeError, TypeError, ValueError) as error:
         if traceback.extract_tb(error.__traceback__)[-1].filename != __file__:
             raise
@@ -309,7 +309,7 @@ def even_batches(even_batches: Callable[[int, int], Sequence[Sequence[int]]]) ->
         expect(last < num_samples, f"Sample {last} does not exist. Use 0 to {num_samples - 1}.")
 
 
-CHECKS: dict[str, Check] = {
+CHECKS_ON_RANKS: dict[str, Check] = {
     "2.1": send_around,
     "2.2": sum_by_hand,
     "3.1": average_gradients,

@@ -23,7 +23,7 @@ QUICK_SECONDS = 10.0
 
 LOOK_SECONDS = 2.0
 """Seconds between two looks at the kernel."""
-GRACE_SECONDS = 10.0
+ORPHAN_SECONDS = 10.0
 """Seconds that a fork server has to end all processes after the kernel has ended."""
 
 
@@ -78,7 +78,7 @@ def end_all_after(sentinel: Connection, folder: Path) -> None:
     """
     kernel = psutil.Process(os.getppid()).parent()
     while not sentinel.poll(LOOK_SECONDS):
-        if has_ended(kernel) and not sentinel.poll(GRACE_SECONDS):
+        if has_ended(kernel) and not sentinel.poll(ORPHAN_SECONDS):
             break
     kill_programs(folder)
     time.sleep(LOOK_SECONDS)

@@ -14,7 +14,7 @@ from typing import Any
 
 PAUSE = 10.0
 """Seconds of pause for each second that the fork server has waited for a core."""
-MAX_PAUSE_SECONDS = 2.0
+MAX_IMPORT_PAUSE_SECONDS = 2.0
 
 
 @contextlib.contextmanager
@@ -25,7 +25,7 @@ def patient_imports(kernel: Connection) -> Iterator[None]:
     def pause(*_: object) -> None:
         nonlocal before
         if (late := seconds_waited() - before) and not kernel.closed:  # closed in a forked child
-            kernel.poll(min(PAUSE * late, MAX_PAUSE_SECONDS))
+            kernel.poll(min(PAUSE * late, MAX_IMPORT_PAUSE_SECONDS))
             before = seconds_waited()
 
     finder: Any = SimpleNamespace(find_spec=pause)  # Python calls it before each import

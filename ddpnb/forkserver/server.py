@@ -55,11 +55,11 @@ from ddpnb.protocol.processes import (  # noqa: E402
     remove_folder,
 )
 
-STOP_TIMEOUT_SECONDS = 3.0
+HANGUP_SECONDS = 3.0
 """Seconds after SIGHUP until the fork server sends SIGKILL to children that still run."""
 WRITE_SECONDS = 0.1
 """Maximum seconds to send a message, so that a suspended rank cannot block the fork server."""
-READ_BYTES = 65_536
+CHUNK_BYTES = 65_536
 """Maximum number of bytes to read from a rank's pipe at once."""
 ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 """Signals that a new child must not receive before it has its own handlers."""
@@ -222,7 +222,7 @@ class ForkServer:
             return
         received = b""
         with contextlib.suppress(OSError):
-            received = os.read(pipe.fileno(), READ_BYTES)
+            received = os.read(pipe.fileno(), CHUNK_BYTES)
         if not received:  # the rank has ended
             self.selector.unregister(pipe)
         unread = self.unread[rank] + received
@@ -266,12 +266,12 @@ class ForkServer:
         SIGHUP asks a rank to end.  SIGTERM kills a rank, unless a cell has set a handler.
         """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another SIGTERM must not interrupt this
-        for number, timeout in ((signal.SIGHUP, STOP_TIMEOUT_SECONDS), (signal.SIGKILL, 1.0)):
+        for number, timeout in ((signal.SIGHUP, HANGUP_SECONDS), (signal.SIGKILL, 1.0)):
             for pid in self.children:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
             self.wait_for_children(timeout)
-        deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
+        deadline = time.monotonic() + HANGUP_SECONDS
         while kill_programs(self.folder, psutil.Process().children(recursive=True)):
             list(self.reaped())
             if time.monotonic() > deadline:

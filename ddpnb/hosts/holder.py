@@ -21,7 +21,7 @@ from typing import Any
 import ipyparallel as ipp
 from ipyparallel.cluster import launcher as launchers
 
-POLL_SECONDS = 3.0
+HOLDER_POLL_SECONDS = 3.0
 SLURM = """#!/bin/sh
 #SBATCH --job-name=ddpnb --export=ALL --no-kill
 #SBATCH --nodes={{n}} --ntasks-per-node=1 --cpus-per-task={num_ranks}
@@ -66,7 +66,7 @@ async def wait_until_ended(launcher: Any) -> None:
     launcher.on_stop(lambda _: over.set())
     while not over.is_set():
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(over.wait(), POLL_SECONDS)
+            await asyncio.wait_for(over.wait(), HOLDER_POLL_SECONDS)
         if isinstance(launcher, launchers.SlurmEngineSetLauncher):
             words = ["squeue", "--noheader", f"--jobs={launcher.job_id}"]
             asked = subprocess.run(words, capture_output=True, check=False)

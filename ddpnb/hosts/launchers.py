@@ -23,11 +23,11 @@ from ddpnb.hosts.spec import HostsSpec
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import atomic_write
 
-WAIT_SECONDS = 600.0
+QUEUE_SECONDS = 600.0
 """Default number of seconds to wait until all hosts are connected."""
-POLL_SECONDS = 0.1
+QUEUE_POLL_SECONDS = 0.1
 REPORT_SECONDS = 2.0
-STOP_SECONDS = 60.0
+HOLDER_END_SECONDS = 60.0
 """Maximum seconds to wait until a launcher has ended its programs."""
 STRICT = {"TRAITLETS_APPLICATION_RAISE_CONFIG_FILE_ERROR": "1"}
 """Makes errors in a profile fatal.  By default, traitlets ignores a profile that has errors."""
@@ -47,7 +47,7 @@ class LaunchedHosts:
         self._what = f"profile {spec.profile}" if spec.profile else f"--engines {spec.engines}"
         self._size = spec.ranks_per_host or spec.num_ranks
         self._num = spec.num_ranks // self._size
-        self._seconds = WAIT_SECONDS if spec.timeout is None else spec.timeout
+        self._seconds = QUEUE_SECONDS if spec.timeout is None else spec.timeout
         self._log = folder / "launcher.log"
         self.address = own_address(spec.interface)
         """The address at which engines reach the controller."""
@@ -88,7 +88,7 @@ class LaunchedHosts:
             if time.monotonic() > next_report:
                 progress(f"waiting for the hosts of {self._what}: {here}")
                 next_report = time.monotonic() + min(REPORT_SECONDS, self._seconds / 4)
-            time.sleep(POLL_SECONDS)
+            time.sleep(QUEUE_POLL_SECONDS)
             if lost := relays - (relays := set(self.router.relays)):
                 raise UserError(f"Lost {len(lost)} hosts of {self._what}. Start the ranks again.")
         self._file.unlink(missing_ok=True)
@@ -113,7 +113,7 @@ class LaunchedHosts:
         assert self._holder.stdin is not None
         self._holder.stdin.close()
         try:
-            self._holder.wait(STOP_SECONDS)
+            self._holder.wait(HOLDER_END_SECONDS)
         except subprocess.TimeoutExpired:
             self._holder.kill()
             self._holder.wait()

@@ -13,7 +13,7 @@ import psutil
 from ddpnb.compat.probe import version_of
 from ddpnb.protocol.processes import ephemeral_ports
 
-PROBE_SECONDS = 3.0
+PORT_SECONDS = 3.0
 """Maximum seconds to wait for a connection to another host."""
 
 
@@ -86,9 +86,9 @@ def probe(others: Sequence[tuple[str, int]]) -> tuple[int, str] | None:
     """Connect to addresses; return the first failure's index and error, or None if all answer."""
     for number, address in enumerate(others):
         try:
-            socket.create_connection(address, PROBE_SECONDS).close()
+            socket.create_connection(address, PORT_SECONDS).close()
         except TimeoutError:
-            return number, f"no answer within {PROBE_SECONDS:g} s"
+            return number, f"no answer within {PORT_SECONDS:g} s"
         except OSError as error:
             return number, os.strerror(error.errno or 0)
     return None

@@ -33,7 +33,7 @@ from ddpnb.protocol.processes import PIPE_SECONDS, RUN_FOLDER, limit_waits, pare
 
 SHARED_SECONDS = 10.0
 """Maximum seconds to wait until a file from another host appears on a shared disk."""
-END_SECONDS = 10.0
+AGENT_END_SECONDS = 10.0
 """Maximum seconds to wait for an agent to end its ranks after the agent's pipe is closed."""
 TASK_VARIABLES = (
     *("OMPI_", "PMIX_", "PMI_"),
@@ -78,7 +78,7 @@ def run(place: dict[str, Any], kernel: "zmq.Socket[bytes]") -> bool:
     finally:
         pipe.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            agent.wait(END_SECONDS)
+            agent.wait(AGENT_END_SECONDS)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(agent.pid, signal.SIGKILL)  # the agent or its remaining processes
         agent.wait()

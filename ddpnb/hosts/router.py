@@ -19,7 +19,7 @@ from ddpnb.protocol.processes import limit_waits
 
 PROBE_SECONDS = 1.0
 """Seconds between two checks whether the relays are still connected."""
-STOP_SECONDS = 5.0
+ROUTER_END_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +91,7 @@ class Router:
     def stop(self) -> None:
         """Disconnect all relays, so that they end; may be called twice."""
         self._control.close()
-        self._thread.join(STOP_SECONDS)
+        self._thread.join(ROUTER_END_SECONDS)
 
     def _serve(self, control: Connection) -> None:
         next_probe, ready = 0.0, set[object]()

@@ -19,7 +19,7 @@ from ddpnb.protocol.errors import UserError
 
 COME_SECONDS = 30.0
 """Maximum seconds to wait until a host has started its relay and agent."""
-END_SECONDS = 5.0
+SSH_END_SECONDS = 5.0
 """Maximum seconds to wait for ssh to end after its relay was told to end."""
 SSH = (
     "ssh",
@@ -112,7 +112,7 @@ class SshHosts:
     def stop(self) -> None:
         """Disconnect the relays, so that their ssh processes end."""
         self.router.stop()
-        deadline = time.monotonic() + END_SECONDS
+        deadline = time.monotonic() + SSH_END_SECONDS
         for ssh in self._ssh.values():
             try:
                 ssh.wait(max(0.0, deadline - time.monotonic()))

@@ -18,10 +18,14 @@ BAR_SECONDS = 0.2
 MAX_KEPT = 10_000
 """Maximum number of pieces of output that ddpnb keeps, to redraw them after ``clear_output()``."""
 
-MAX_LINES = 50
+MAX_PRINTED_LINES = 50
 """Maximum number of printed lines to show.  A last line says how many more lines were printed."""
 
-KINDS = {"display_data": "display", "execute_result": "value", "update_display_data": "update"}
+OUTPUT_KINDS = {
+    "display_data": "display",
+    "execute_result": "value",
+    "update_display_data": "update",
+}
 """Maps each type of Jupyter message to the kind of ``Item`` that ddpnb makes from the message."""
 
 Message = dict[str, Any]
@@ -62,14 +66,14 @@ class CellOutput:
             self._clearing.add(rank)
         elif kind == "clear_output":
             self._clear(rank)
-        elif kind == "stream" or kind in KINDS:
+        elif kind == "stream" or kind in OUTPUT_KINDS:
             if rank in self._clearing and kind != "update_display_data":
                 self._clear(rank)
             if kind == "stream":
                 self._merger.write(rank, content["name"], content["text"])
             else:
                 with DISPLAYS.lock:
-                    item = DISPLAYS.item(rank, KINDS[kind], content, self._cell)
+                    item = DISPLAYS.item(rank, OUTPUT_KINDS[kind], content, self._cell)
                 self._merger.add(rank, [item])
 
     def finish(self, rank: int) -> None:
@@ -201,7 +205,7 @@ class PrintedLines:
 
     def _add(self, rank: int, items: Iterable[Item]) -> None:
         for _, line in items:
-            if line in self._lines or len(self._lines) < MAX_LINES:
+            if line in self._lines or len(self._lines) < MAX_PRINTED_LINES:
                 self._lines.setdefault(line, set()).add(rank)
             else:
                 self._num_more[rank] += 1

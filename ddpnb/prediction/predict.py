@@ -17,7 +17,7 @@ from ddpnb.prediction.model import (
 from ddpnb.protocol.costs import BEST
 from ddpnb.protocol.devices import Compute
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.notation import LINKS, SECONDS, parse_link, parse_quantity
+from ddpnb.protocol.notation import LINKS, TIME_UNITS, parse_link, parse_quantity
 from ddpnb.protocol.options import check_options, option
 
 MAX_PREDICTED_RANKS = 1_000_000
@@ -35,7 +35,7 @@ All GPUs Are Created Equal", SC 2022, report a range of 8 % (taken as 4 standard
 def parse_step(text: str) -> tuple[float, int]:
     """Parse the seconds and the samples of a step on one device, such as ``178ms/64``."""
     time, _, samples = text.replace(" ", "").partition("/")
-    seconds = parse_quantity(time, SECONDS)
+    seconds = parse_quantity(time, TIME_UNITS)
     if not (seconds > 0 and samples.isdecimal() and int(samples) > 0):
         raise UserError(
             f"--step {text} is not valid. Write the time and the samples of a step on one device, "

@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ddpnb.protocol.errors import UserError, one_of
-from ddpnb.protocol.notation import LINKS, SECONDS, LinkSpec, parse_link, parse_quantity, slower_of
+from ddpnb.protocol.notation import (
+    LINKS,
+    TIME_UNITS,
+    LinkSpec,
+    parse_link,
+    parse_quantity,
+    slower_of,
+)
 
 MAX_DEVICES = 64
 FORWARD_SHARE = 1 / 3
@@ -237,9 +244,9 @@ def parse_devices(
 def parse_compute(text: str) -> Compute:
     """Parse ``0.4ms/sample`` or ``0.4ms/sample,2ms``."""
     sample, comma, one_pass = text.partition(",")
-    per_sample = {f"{unit}/sample": seconds for unit, seconds in SECONDS.items()}
+    per_sample = {f"{unit}/sample": seconds for unit, seconds in TIME_UNITS.items()}
     each = parse_quantity(sample, per_sample)
-    whole = parse_quantity(one_pass, SECONDS) if comma else 0.0
+    whole = parse_quantity(one_pass, TIME_UNITS) if comma else 0.0
     if not (each > 0 and whole >= 0):
         raise UserError(
             f"--compute {text} is not valid. Write the time per sample and per pass, such as "

@@ -135,7 +135,7 @@ def spoken_ranks(ranks: Collection[int]) -> str:
 
 _QUANTITY = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*([A-Za-z/%]*)\s*")
 
-SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 SHARES = {"": 1.0, "%": 0.01}
 _THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 BYTES = {f"{size}{b}": num for size, num in _THOUSANDS.items() for b in ("", "b")}
@@ -197,7 +197,7 @@ def parse_slow(texts: Iterable[str]) -> tuple[Slow, ...]:
 
 def _parse_slow(text: str) -> Slow:
     rank, _, amount = text.partition(":")
-    factor, seconds = parse_quantity(amount, {"x": 1.0}), parse_quantity(amount, SECONDS)
+    factor, seconds = parse_quantity(amount, {"x": 1.0}), parse_quantity(amount, TIME_UNITS)
     if rank.isdecimal() and 1 < factor <= MAX_FACTOR:
         return Slow(rank=int(rank), factor=factor, text=f"{factor:g}x slower")
     if rank.isdecimal() and 0 < seconds <= MAX_SECONDS:
@@ -214,7 +214,7 @@ def parse_kills(texts: Iterable[str]) -> dict[int, float]:
     kills: dict[int, float] = {}
     for text in texts:
         rank, _, amount = text.partition("@")
-        seconds = parse_quantity(amount, SECONDS)
+        seconds = parse_quantity(amount, TIME_UNITS)
         if not (rank.isdecimal() and 0 <= seconds <= MAX_SECONDS):
             raise UserError(f"--kill {text} is not valid. Write a rank and a time, such as 1@5s.")
         if int(rank) in kills:
@@ -280,7 +280,7 @@ def parse_link(text: str) -> LinkSpec:
     if text in LINKS:
         return LINKS[text]
     first, _, second = text.partition(",")
-    rate, latency = parse_quantity(first, RATES), parse_quantity(second, SECONDS)
+    rate, latency = parse_quantity(first, RATES), parse_quantity(second, TIME_UNITS)
     if not (rate > 0 and 0 <= latency <= MAX_LATENCY_SECONDS):
         named = closest(text, LINKS) or f"one of {', '.join(LINKS)}"
         raise UserError(

@@ -19,7 +19,7 @@ from typing import Any
 
 from ddpnb.protocol.errors import UserError, kind_of, one_of
 
-KINDS: Mapping[type, tuple[type, str]] = {
+OPTION_KINDS: Mapping[type, tuple[type, str]] = {
     bool: (bool, "True or False"),
     int: (Integral, "a whole number"),
     float: (Real, "a number"),
@@ -200,11 +200,11 @@ def as_kind(name: str, value: object, kind: type) -> Any:
     """Return a value as an object of a built-in type, which ddpnb can store and send.
 
     Numpy's numbers are valid, and whole numbers are valid floats.  Other types raise UserError.
-    If ``kind`` is not in ``KINDS``, objects of this class are returned unchanged.
+    If ``kind`` is not in ``OPTION_KINDS``, objects of this class are returned unchanged.
     """
-    if kind not in KINDS and isinstance(value, kind):
+    if kind not in OPTION_KINDS and isinstance(value, kind):
         return value
-    abstract, words = KINDS.get(kind, (str, "a number or a string"))
+    abstract, words = OPTION_KINDS.get(kind, (str, "a number or a string"))
     is_bool = isinstance(value, bool) or type(value).__name__ == "bool"  # numpy's
     if is_bool if kind is bool else isinstance(value, abstract) and not is_bool:
         try:

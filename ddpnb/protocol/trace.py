@@ -54,6 +54,8 @@ class RankSpans:
 SHOWN = tuple(name for name in COLLECTIVES if name not in ("send", "recv"))
 TRACE = "trace"
 """The argument of ``%ddp_show`` that shows the latest traced cell instead of a collective."""
+NUMBER_BYTES = 4
+"""Number of bytes of each element that a collective of ``%ddp_show`` sends."""
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 ROOTED = ("broadcast", "reduce", "scatter", "gather")
 

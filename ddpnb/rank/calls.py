@@ -164,7 +164,7 @@ class RankApi:
     def clean_up(self) -> None:
         """Free the data and remove the files of the comparison that has ended."""
         tasks.forget()
-        shutil.rmtree(self._group.folder / validation.CHECKS, ignore_errors=True)
+        shutil.rmtree(self._group.folder / validation.CHECKS_FOLDER, ignore_errors=True)
 
     def _surroundings(self, spec: RunSpec | None) -> Surroundings:
         """Return what a run uses of this rank.  Tracebacks name a cell ``Cell In[n]``."""

@@ -12,7 +12,7 @@ from typing import final
 
 from ddpnb.compat import torch_internals
 
-MAX_CHARACTERS = 20_000
+MAX_ERROR_CHARACTERS = 20_000
 """Maximum length of an exception's message, and of each entry of its traceback."""
 
 
@@ -95,5 +95,5 @@ def text_of(error: object) -> str:
 def sendable(text: str) -> str:
     """Return the beginning of a text, with escapes instead of characters that UTF-8 lacks."""
     text = str.encode(text, errors="backslashreplace").decode()  # of a subclass, too
-    more = f" ... ({len(text) - MAX_CHARACTERS:,} more characters)"
-    return text if len(text) <= MAX_CHARACTERS else text[:MAX_CHARACTERS] + more
+    more = f" ... ({len(text) - MAX_ERROR_CHARACTERS:,} more characters)"
+    return text if len(text) <= MAX_ERROR_CHARACTERS else text[:MAX_ERROR_CHARACTERS] + more

@@ -42,7 +42,7 @@ from ddpnb.rank.stack import OWN_FOLDER, is_users, linked, with_cell_names
 from ddpnb.rank.torchrun import process_of, run_script, show_group
 from ddpnb.rank.variables import variables_with_group
 
-DRAIN_SECONDS = 0.2
+OUTPUT_SECONDS = 0.2
 """Maximum seconds that a rank waits after a cell for output from C code and child processes."""
 
 UNKNOWN_GROUP = re.compile("not initialized in the world group map|Group .* is not registered")
@@ -131,7 +131,7 @@ def run_source(spec: CellSpec, engine: RankEngine) -> list[BaseException]:
         ):
             error = execute(spec, engine)
         for stream in streams():
-            stream.settle(DRAIN_SECONDS)
+            stream.settle(OUTPUT_SECONDS)
     except KeyboardInterrupt as interrupt:  # it came just after the cell's end
         error = interrupt
     errors = [*shown] if error is None or is_success(error) else [*shown, error]

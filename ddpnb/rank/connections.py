@@ -17,7 +17,7 @@ import psutil
 
 from ddpnb.protocol.processes import as_socket, portable
 
-SETTLE_SECONDS: Final = 1.0
+UNREAD_SECONDS: Final = 1.0
 """Maximum time in seconds that ``bytes_sent`` waits for bytes that are under way."""
 
 
@@ -117,9 +117,9 @@ def traffic_of(fd: int) -> tuple[int, int, int] | None:
 def bytes_sent() -> int | None:
     """Return the number of bytes that this process has sent through TCP; None if unknown.
 
-    This function waits up to ``SETTLE_SECONDS`` for bytes that are under way.
+    This function waits up to ``UNREAD_SECONDS`` for bytes that are under way.
     """
-    deadline = time.monotonic() + SETTLE_SECONDS
+    deadline = time.monotonic() + UNREAD_SECONDS
     while True:
         sockets = {ends: fd for fd, ends in own_connections()}  # no duplicates
         found = [each for fd in sockets.values() if (each := traffic_of(fd))]

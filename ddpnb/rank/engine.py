@@ -189,5 +189,5 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
         engine.start()
     finally:
         if engine.began is not None:  # the fork server waits only some seconds
-            process_end.end(engine.began, process_end.STOP_SECONDS)
-            process_end.finalize(engine.began, process_end.STOP_SECONDS)
+            process_end.end(engine.began, process_end.CHILDREN_SECONDS)
+            process_end.finalize(engine.began, process_end.CHILDREN_SECONDS)

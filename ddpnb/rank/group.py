@@ -40,7 +40,7 @@ MEET_SECONDS_PER_RANK = 0.001
 ABORT_SECONDS = 10.0
 """Maximum time in seconds that ``Group.abort`` waits for NCCL to abort."""
 
-DRAIN_SECONDS = 2.0
+KERNELS_SECONDS = 2.0
 """Maximum time in seconds for a GPU to finish its queued work before the rank leaves a group."""
 
 NCCL_SETTINGS = {
@@ -155,7 +155,7 @@ class Group:
             return
         if self.can_abort:  # destroying the group would wait for ranks that may have ended
             if self.device.type == "cuda" and not self.cancellation.is_aborted:
-                ends_in_time([lambda: torch.cuda.synchronize(self.device)], DRAIN_SECONDS)
+                ends_in_time([lambda: torch.cuda.synchronize(self.device)], KERNELS_SECONDS)
             if not abort_groups(ABORT_SECONDS):
                 raise RuntimeError(f"{self.backend} could not abort the group. Restart this rank.")
         with contextlib.suppress(RuntimeError):  # the connections of an aborted group are closed

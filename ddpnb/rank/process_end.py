@@ -21,7 +21,7 @@ from ddpnb.compat.process_internals import executor_of, finalizers, module_of
 
 FAILED_SECONDS = 5.0
 """Maximum seconds to wait for the threads of a script that has failed."""
-STOP_SECONDS = 1.0
+CHILDREN_SECONDS = 1.0
 """Maximum seconds to wait for the threads of cells, or for a child process, when they must end."""
 
 
@@ -114,7 +114,7 @@ def finalize(mark: Inventory, seconds: float | None = None) -> None:
         for child in children:
             if child.daemon:
                 child.terminate()
-                child.join(STOP_SECONDS)
+                child.join(CHILDREN_SECONDS)
         signal.signal(signal.SIGCHLD, handler)
         for child in children:
             child.join(seconds)

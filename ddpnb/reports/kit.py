@@ -52,7 +52,7 @@ MAX_DRAWN_RANKS = 16
 Look = Mapping[str, Any]
 """Keyword arguments with which matplotlib draws an element, such as its colour."""
 
-WAITING: Look = {
+WAITING_LOOK: Look = {
     "facecolor": PAPER,
     "edgecolor": PART_COLOURS["waiting"],
     "hatch": "////",

@@ -62,6 +62,7 @@ MEMORY_COLOURS = {
 
 FONT_POINTS = 13.0
 SMALL_POINTS = 12.0
+TINY_POINTS = 9.5
 TITLE_POINTS = 15.0
 
 LINES: Mapping[Dashes, str | tuple[float, tuple[float, ...]]] = {

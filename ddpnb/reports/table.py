@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     import pandas as pd
 
 LINE = "1px solid rgba(128,128,128,.35)"
-CELL = "padding:.42em .35em;border:0;background:transparent;vertical-align:top;"
+CELL_CSS = "padding:.42em .35em;border:0;background:transparent;vertical-align:top;"
 STICKY = (
     "position:sticky;left:0;z-index:1;"
     "background:var(--jp-layout-color0,var(--vscode-editor-background,Canvas));"
 )
 """The style of the first column.  This column stays visible when you scroll to the right."""
-ROW_HEAD = f"{CELL}{STICKY}text-align:left;font-weight:600;"
-WRAPPED = "overflow-wrap:anywhere;white-space:normal;"
-BROKEN = f"min-width:15em;{WRAPPED}"
-PROSE = f"min-width:10em;{WRAPPED}"
+ROW_HEAD = f"{CELL_CSS}{STICKY}text-align:left;font-weight:600;"
+WRAPPED_CSS = "overflow-wrap:anywhere;white-space:normal;"
+BROKEN = f"min-width:15em;{WRAPPED_CSS}"
+PROSE = f"min-width:10em;{WRAPPED_CSS}"
 TABLE = (
     "border-collapse:collapse;border:0;margin:0;font-variant-numeric:tabular-nums;"
     "color:inherit;font-size:.93em;line-height:1.35;table-layout:auto;"
@@ -138,7 +138,7 @@ def dot(colour: str, is_hollow: bool = False) -> str:
 
 def _head(column: Column, sticky: str) -> str:
     side = "right" if column.is_number else "left"
-    style = f"{CELL}{sticky}text-align:{side};font-weight:600;vertical-align:bottom;"
+    style = f"{CELL_CSS}{sticky}text-align:{side};font-weight:600;vertical-align:bottom;"
     style += "white-space:normal;font-size:.95em"
     whole = '<span style="white-space:nowrap">'  # prevents a break at a hyphen
     words = " ".join(f"{whole}{escape(word)}</span>" for word in column.title.split())
@@ -154,7 +154,7 @@ def _row(columns: Sequence[Column], row: Sequence[Cell]) -> str:
         is_long = len(cell.text) > MAX_CELL_CHARACTERS
         wraps = PROSE if column.is_prose else BROKEN if is_long else "white-space:nowrap"
         inner = _inner(cell, below=column.is_number)
-        cells += f'<td style="{CELL}text-align:{side};{wraps}">{inner}</td>'
+        cells += f'<td style="{CELL_CSS}text-align:{side};{wraps}">{inner}</td>'
     return f'<tr style="border-bottom:{LINE};background:transparent">{cells}</tr>'
 
 

@@ -17,7 +17,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import NO_STALENESS, EventBatch, RunHeader
 from ddpnb.results.rows import EVENT
 
-MAX_BYTES = 16_000_000
+MAX_VALUE_BYTES = 16_000_000
 """Maximum size of a stored value.  A larger value counts as damaged."""
 
 MAX_NAME = 1000
@@ -86,7 +86,7 @@ def decoded(value: Any, kind: Any) -> Any:
     whole, parts = typing.get_origin(kind), typing.get_args(kind)
     if whole is UnionType:  # such as float | None
         return None if value is None else decoded(value, parts[0])
-    if isinstance(value, str | bytes) and len(value) > MAX_BYTES:
+    if isinstance(value, str | bytes) and len(value) > MAX_VALUE_BYTES:
         raise ValueError("too large")
     if kind is str:
         return re.sub(r"\s", " ", CONTROL.sub("", value))

@@ -35,9 +35,9 @@ Row = dict[str, Any]
 
 SETTINGS = ("task", "num_epochs", "batch_size", "learning_rate", "seed", "devices", "link")
 CIRCUMSTANCES = ("momentum", "num_workers", "num_threads", "device", "backend", "num_parameters")
-STEP = ("rank", "step", "seconds", "num_samples", "loss", "staleness", "num_bytes_sent")
+STEP_COLUMNS = ("rank", "step", "seconds", "num_samples", "loss", "staleness", "num_bytes_sent")
 MEANS = (*(f"{name}_seconds" for name in Parts._fields), "bytes_sent_per_step")
-MEMORY = tuple(f"memory_{name}" for name in (*Memory._fields, "total"))
+MEMORY_COLUMNS = tuple(f"memory_{name}" for name in (*Memory._fields, "total"))
 SCORES = ("final_loss", "held_out_loss", "held_out_accuracy")
 SCORE_PREFIXES = ("held_out_", "last_")
 """The prefixes of columns with the scores that a cell defines."""
@@ -134,7 +134,7 @@ def _run_row(run: RunSnapshot, target: Target | None) -> Row:
         "staleness_max": _max_of(run.staleness),
         **dict(zip(MEANS, [*parts.tolist(), sent / num_steps if sent else math.nan], strict=True)),
         "bytes_received_per_step": received / num_reported if received else math.nan,
-        **dict(zip(MEMORY, (*memory, memory.total), strict=True)),
+        **dict(zip(MEMORY_COLUMNS, (*memory, memory.total), strict=True)),
         "num_lost_samples": max((report.num_lost_samples for report in reports), default=0),
         "num_diverged": run.num_diverged,
         "is_ceiling": run.is_ceiling,
@@ -232,7 +232,7 @@ def _strategy_row(runs: Sequence[RunSnapshot], row_of: Mapping[int, Row], severa
         "step_seconds": step,
         "exposed": exposed if is_timed and sees_exposed else math.nan,
         "bytes_received_per_step": _mean(values("bytes_received_per_step")),
-        **{each: largest[each] for each in MEMORY},
+        **{each: largest[each] for each in MEMORY_COLUMNS},
         "num_lost_samples": most("num_lost_samples"),
         "num_diverged": sum(run.num_diverged for run in runs),
         "is_ceiling": any(run.is_ceiling for run in counted),
@@ -354,7 +354,7 @@ def steps_frame(comparison: Comparison) -> "pd.DataFrame":
 def _step_columns(run: RunSnapshot) -> dict[str, Any]:
     events = run.events
     columns = {"comparison": run.comparison, "strategy": run.name, "repeat": run.repeat + 1}
-    columns |= {name: events[name] for name in STEP}
+    columns |= {name: events[name] for name in STEP_COLUMNS}
     columns |= {f"{part}_seconds": _exact(events[part]) for part in Parts._fields}
     for name, field in metrics_of(events).items():
         columns[f"metric_{name}" if name in columns else name] = events[field]

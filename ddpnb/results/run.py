@@ -37,7 +37,7 @@ KEPT = np.dtype(
 """The fields of each step that stay in memory."""
 
 SUMMED = (*Parts._fields, "num_bytes_sent")
-WAITING = SUMMED.index("waiting")
+WAITING_INDEX = SUMMED.index("waiting")
 
 COMPUTED = ("data", "forward", "backward", "optimizer")
 """The parts of a step that do not depend on other ranks."""
@@ -335,7 +335,7 @@ class Run:
             every: the kept rows of all steps.
             together: the rows of the synchronous steps that every rank has reported.
         """
-        if any(each[WAITING] for each in self._sums.values()):
+        if any(each[WAITING_INDEX] for each in self._sums.values()):
             together = together[:0]  # the strategy itself has measured the waiting
         waited = waiting_seconds(together)
         made = []

@@ -36,10 +36,10 @@ FILE_NAME = "runs.sqlite3"
 FORMAT = 2
 """Version of the tables.  Increase this number if older versions of ddpnb cannot read new files."""
 
-WAIT_SECONDS = 5.0
+BUSY_SECONDS = 5.0
 """Maximum seconds to wait until another notebook has finished writing."""
 
-END_SECONDS = 1.0
+LAST_WRITE_SECONDS = 1.0
 """Maximum seconds that the end of a run, or of the kernel, waits for the disk."""
 
 CAN_WAIT = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
@@ -111,7 +111,7 @@ class Store:
             if not folder.is_dir():
                 folder.mkdir(mode=0o700, parents=True)
             self._connection = sqlite3.connect(
-                self._path, timeout=WAIT_SECONDS, isolation_level=None, check_same_thread=False
+                self._path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
             )
             self._connection.row_factory = sqlite3.Row
             self._connection.text_factory = partial(str, encoding="utf-8", errors="replace")
@@ -144,7 +144,7 @@ class Store:
             made.append(dataclasses.replace(comparison, name=name))
 
         self._writer.put(Change(write=insert))
-        self._try_flush(WAIT_SECONDS)
+        self._try_flush(BUSY_SECONDS)
         return made[-1]
 
     def begin_run(self, comparison_id: str, run: RunSnapshot) -> None:
@@ -174,7 +174,7 @@ class Store:
         self._writer.put(Change(write=lambda connection: connection.execute(wanted, row)))
 
     def finish(self, run_id: str, status: Status, detail: str = "") -> None:
-        """Store a run's final status and all pending batches.  Wait at most ``END_SECONDS``."""
+        """Store a run's final status and all pending batches, if the disk answers in time."""
         wanted = "UPDATE runs SET status = ?, detail = ? WHERE id = ?"
         row = (status, decoded(detail, str), run_id)
         self._writer.running.discard(run_id)
@@ -184,7 +184,7 @@ class Store:
 
     def flush(self) -> None:
         """Write all pending changes now; raise StoreError if this fails."""
-        self._writer.flush(WAIT_SECONDS)
+        self._writer.flush(BUSY_SECONDS)
 
     def list(self) -> tuple[StoredRun, ...]:
         """Return all runs without their steps, in the order in which they began."""
@@ -272,7 +272,7 @@ class Store:
         if os.getpid() == pid:  # not in a process forked from the kernel
             self._try_flush()
 
-    def _try_flush(self, seconds: float = END_SECONDS) -> None:
+    def _try_flush(self, seconds: float = LAST_WRITE_SECONDS) -> None:
         with contextlib.suppress(StoreError):
             self._writer.flush(seconds)
 

@@ -16,7 +16,7 @@ from ddpnb.protocol.processes import gpu_driver, may_have_gpus
 from ddpnb.results.comparison import describe_ranks
 from ddpnb.results.folders import runs_folder
 
-LIBRARIES = re.compile(
+PINNED = re.compile(
     "ddpnb|torch|nvidia-(nccl|cuda-runtime).*|ipython|ipykernel|ipyparallel|ipywidgets|jupyter-client"
     "|jupyter-server|jupyterlab|notebook|google-colab|numpy|pandas|psutil|pyzmq|tornado|traitlets"
 )
@@ -30,7 +30,7 @@ def debug_info(root: Path = Path("/")) -> str:
     The text has no names of users, hosts or folders.  If ranks run, it also describes the ranks.
     """
     named = [(re.sub("[-_.]+", "-", each.name or "").lower(), each) for each in distributions()]
-    facts = {name: each.version for name, each in reversed(named) if LIBRARIES.fullmatch(name)}
+    facts = {name: each.version for name, each in reversed(named) if PINNED.fullmatch(name)}
     models = [each.read_text() for each in root.glob("proc/driver/nvidia/gpus/*/information")]
     gpus = re.findall(r"Model:\s*(.+)", "\n".join(models))
     facts |= {

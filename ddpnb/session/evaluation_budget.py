@@ -16,7 +16,7 @@ from ddpnb.protocol.messages import Checked, RunSpec
 
 SHARE = 0.25
 """Maximum evaluation time, as a share of the training time."""
-FREE_SECONDS = 2.0
+ALWAYS_SECONDS = 2.0
 """Evaluation time that is always allowed, even if the training is short."""
 DEFAULT_SIZES = 10_000, 2_000
 """Default numbers of samples to evaluate: after training, and at each point during training."""
@@ -39,7 +39,7 @@ def budgeted(
         return tuple(replace(each, eval_samples=DEFAULT_SIZES[1]) for each in specs)
     training = median(each.seconds_per_trained or 3 * judging for each in checked)
     seconds = training * spec.num_epochs * one.num_samples / num_ranks
-    num_affordable = max(FREE_SECONDS, SHARE * seconds) / judging if judging > 0 else math.inf
+    num_affordable = max(ALWAYS_SECONDS, SHARE * seconds) / judging if judging > 0 else math.inf
     num_points = _num_points(spec)
 
     def num_judged(last: int, each: int) -> int:

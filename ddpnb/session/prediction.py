@@ -19,7 +19,7 @@ from ddpnb.results.run import RunSnapshot, Status
 from ddpnb.results.store import Store
 
 NEEDED = (BASELINE, CEILING)
-FEWEST_STEPS = 4
+FEWEST_MEASURED_STEPS = 4
 """A median of step times is computed only from at least this number of steps of equal size."""
 FLOAT_BYTES = 4
 
@@ -52,7 +52,7 @@ def measured_in(comparison: Comparison) -> Measured:
             f"{comparison.name} was trained with --slow or --kill, so it cannot be used for a "
             "prediction. Compare without these options, or choose a comparison with --run."
         )
-    fewest = 1 if devices else FEWEST_STEPS
+    fewest = 1 if devices else FEWEST_MEASURED_STEPS
     split = rows[BASELINE]
     passes = sum(split[f"{name}_seconds"] for name in ("data", "forward", "backward"))
     num, host = (comparison.environment.get(key, "") for key in ("CPU cores", "host"))

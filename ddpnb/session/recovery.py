@@ -26,7 +26,7 @@ MAX_STARTS = 3
 """Maximum number of restarts of one rank during one run."""
 TIMEOUT_SECONDS = 60.0
 """Maximum time to wait for restarted ranks after all other ranks have finished the run."""
-STOP_SECONDS = 3.0
+INTERRUPT_SECONDS = 3.0
 """Maximum time to wait for restarted ranks that have been interrupted."""
 
 
@@ -85,7 +85,7 @@ class RankRecovery:
         self._dead.clear()
         self._starting.clear()  # a rank that starts does not disturb the next call
         self.cluster.interrupt([rank for rank, call in self._calls.items() if not call.done])
-        self._wait(STOP_SECONDS)
+        self._wait(INTERRUPT_SECONDS)
 
     def _wait(self, seconds: float) -> None:
         try:

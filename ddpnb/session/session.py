@@ -46,13 +46,13 @@ from ddpnb.session.training import RunningComparison
 OnProgress = Callable[[str], None]
 """Function that is called with a line of text at each stage of a cluster's start."""
 
-ANSWER_SECONDS = 0.3
+STATES_SECONDS = 0.3
 """Maximum time that Tab completion waits for a rank."""
 
-END_SECONDS = 5.0
+THREAD_SECONDS = 5.0
 """``interrupt`` waits at most this time for the work to end and for the ranks to become idle."""
 
-STOP_SECONDS = 30.0
+TRAINING_END_SECONDS = 30.0
 """Maximum time that ``stop`` waits for a comparison before it stops the cluster."""
 
 
@@ -123,7 +123,7 @@ class Session:
             return False
         if (training := self.comparison) is not None:
             training.interrupt()
-            training.join(STOP_SECONDS)
+            training.join(TRAINING_END_SECONDS)
         self._background.clear()
         atexit.unregister(self.stop)
         cluster, self._cluster = self._cluster, None
@@ -157,7 +157,7 @@ class Session:
         for each in running:
             each.interrupt()
         for each in running:
-            each.join(END_SECONDS)
+            each.join(THREAD_SECONDS)
         if late := " and the ".join(each.what for each in running if not each.done):
             return f"The {late} is still stopping. Run %ddp_interrupt again to wait longer."
         stopped = " and ".join(f"the {each.what}" for each in running)
@@ -215,7 +215,7 @@ class Session:
             return None
         try:
             self._asked = cluster.submit(request, [rank])
-            (answer,) = self._asked.results(ANSWER_SECONDS)
+            (answer,) = self._asked.results(STATES_SECONDS)
         except (UserError, TimeoutError, RuntimeError, KeyError):
             return None
         return None if isinstance(answer, Failure) else answer

@@ -17,7 +17,7 @@ from ddpnb.reports.formatting import counted
 from ddpnb.reports.listing import ranks_table
 from ddpnb.reports.table import Table
 
-ANSWER_SECONDS = 3.0
+SERVICES_SECONDS = 3.0
 """Maximum time to wait for a rank's position.  A suspended rank never reports its position."""
 
 
@@ -44,7 +44,7 @@ def describe_positions(cluster: Cluster) -> str:
         ]
         for rank in cluster.living
     }
-    deadline = time.monotonic() + ANSWER_SECONDS
+    deadline = time.monotonic() + SERVICES_SECONDS
     lines = []
     for rank in cluster.ranks:
         if rank not in asked:

@@ -34,7 +34,7 @@ STOP_INTERVAL_SECONDS = 0.3
 """Time between two stop requests.  The kernel repeats the request until the ranks have stopped."""
 CLEAN_UP_SECONDS = 2.0
 """Maximum time for the ranks to delete a comparison's data."""
-GRACE_SECONDS = 1.2
+FAILURE_SECONDS = 1.2
 """Maximum time for ranks to stop and evaluate the model before the kernel interrupts the ranks."""
 
 
@@ -217,7 +217,7 @@ class RunningComparison(Background):
         if not self.stop_requested:
             return
         now = time.monotonic()
-        self._interrupt_at = min(self._interrupt_at, now + GRACE_SECONDS)
+        self._interrupt_at = min(self._interrupt_at, now + FAILURE_SECONDS)
         if now >= self._interrupt_at:
             watch.stop_requested = True
         if now >= self._next_stop_at:

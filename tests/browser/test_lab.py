@@ -10,7 +10,7 @@ import nbformat
 import pytest
 from playwright.sync_api import Browser, Locator, Page, TimeoutError
 
-from ddpnb.reports.figures.figure import WIDTH
+from ddpnb.reports.figures.figure import FIGURE_WIDTH
 from ddpnb.reports.style import SMALL_POINTS
 from tests.browser.lab import SCREENSHOTS, open_notebook, wait_for_kernel
 from tests.lessons import SOLUTIONS, shortened
@@ -85,7 +85,9 @@ def test_the_figure_grows_in_sight_and_the_table_stands_at_the_end(lesson: Page)
     def check_size() -> None:
         box = picture.bounding_box()
         assert box["height"] <= 520
-        assert SMALL_POINTS / 72 / WIDTH * box["width"] >= 10, "the smallest text must be readable"
+        assert SMALL_POINTS / 72 / FIGURE_WIDTH * box["width"] >= 10, (
+            "the smallest text must be readable"
+        )
 
     race.evaluate("cell => cell.scrollIntoView({block: 'start'})")
     seen: dict[str | None, str] = {}

@@ -138,7 +138,7 @@ def test_strategies_train_across_hosts(cluster, tmp_path):
 @pytest.mark.parametrize("strategy", ["ddp", "async"])
 def test_a_run_that_is_stopped_is_judged(cluster, tmp_path, strategy, monkeypatch):
     training = rig.prepared(cluster, tmp_path, strategy, **TRAINED | {"num_epochs": 100_000})
-    monkeypatch.setattr("ddpnb.session.training.GRACE_SECONDS", SECONDS)
+    monkeypatch.setattr("ddpnb.session.training.FAILURE_SECONDS", SECONDS)
     found = trained(training, training.interrupt)
     assert (found.status, found.detail) == ("stopped", "stopped by the user")
     assert strategy == "async" or len({report.num_steps for report in found.reports}) == 1
@@ -295,7 +295,7 @@ def test_an_interrupt_leaves_no_rank_a_call_ahead(cluster, tmp_path, monkeypatch
 
 def test_stop_leaves_nothing_on_either_host_not_even_of_a_stopped_agent(hosts, monkeypatch):
     monkeypatch.setattr(processes, "STOP_TIMEOUT_SECONDS", 1.0)
-    monkeypatch.setattr(ssh, "END_SECONDS", 1.0)
+    monkeypatch.setattr(ssh, "SSH_END_SECONDS", 1.0)
     before = psutil.Process().children(recursive=True)
     earlier, names = everything(hosts)
     with rig.started(hosts="a:1,b:1", num_threads=1) as cluster:

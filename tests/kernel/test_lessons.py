@@ -9,7 +9,7 @@ import pytest
 from nbformat import NotebookNode
 
 from ddpnb.course.exercises import HINTS
-from ddpnb.course.in_notebook import CHECKS
+from ddpnb.course.in_notebook import CHECKS_IN_NOTEBOOK
 from tests.kernel.client import Kernel
 from tests.lessons import (
     NOTEBOOKS,
@@ -85,7 +85,7 @@ def test_a_gap_is_answered_with_a_hint(three_ranks: Kernel, number: str):
         assert f"Exercise {number} is not solved yet" in cell.text
 
 
-ON_RANKS = [number for number in HINTS if number not in CHECKS]
+ON_RANKS = [number for number in HINTS if number not in CHECKS_IN_NOTEBOOK]
 
 
 @pytest.mark.parametrize("number", ON_RANKS)
@@ -115,7 +115,7 @@ def test_a_wrong_solution_costs_no_rank(three_ranks: Kernel, mistake: str):
     body, said = WRONG[mistake]
     three_ranks.run(
         "import ddpnb.course.checking as checking\n"
-        f"checking.SECONDS = {2 if mistake == 'ends never' else 20}"
+        f"checking.CHECK_SECONDS = {2 if mistake == 'ends never' else 20}"
     )
     three_ranks.run(
         "%%ddp\nimport torch.distributed as dist\nkept = 1\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddpnb.compat.ipykernel_internals import KEPT_BYTES, LOG_BYTES, SHOWN_AT_ONCE, SHOWN_END
+from ddpnb.compat.ipykernel_internals import KEPT_BYTES, MIRROR_BYTES, SHOWN_AT_ONCE, SHOWN_END
 from tests.cluster.rig import FORKS
 from tests.kernel.client import Cell, Kernel, both
 
@@ -209,7 +209,7 @@ def test_a_flood_takes_little_memory(kernel: Kernel):
         now = [each.memory_info().rss for each in processes]
         peaks = [max(pair) for pair in zip(peaks, now, strict=True)]
     assert all(peak - before < 300_000_000 for peak, before in zip(peaks, idle, strict=True))
-    assert (kernel.run_folder / "0.log").stat().st_size < 2 * LOG_BYTES
+    assert (kernel.run_folder / "0.log").stat().st_size < 2 * MIRROR_BYTES
     kernel.wait_until(lambda: cell.text.count("ddpnb left out") == 4)
     assert len(cell.text) < 3_000_000  # Jupyter's server would drop more text within 3 s
     assert kernel.run("%%ddp\nprint('next')").by_rank == both("next")

@@ -149,7 +149,7 @@ def test_a_class_of_ones_own_needs_neither_loss_nor_optimizer(ranks, tmp_path):
 def test_a_class_of_ones_own_is_checked_in_a_shared_folder_and_with_its_weights(ranks, tmp_path):
     ranks(2).call(check_job, tmp_path, spec_of("Meets", cells.MEETS, batch_size=21))
     made = [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()]
-    assert {path.parts[0] for path in made} == {validation.CHECKS}
+    assert {path.parts[0] for path in made} == {validation.CHECKS_FOLDER}
     assert len(made) == 2
 
 

@@ -8,7 +8,7 @@ import pytest
 from nbformat import NotebookNode
 
 from ddpnb.course.exercises import HINTS
-from ddpnb.course.in_notebook import CHECKS
+from ddpnb.course.in_notebook import CHECKS_IN_NOTEBOOK
 from ddpnb.results.store import FILE_NAME, Store
 from tests.lessons import NOTEBOOKS, SOLUTIONS, code_of, may_fail, read
 
@@ -53,7 +53,7 @@ def test_every_exercise_has_its_check_its_hint_and_its_place():
         if cell.source.startswith(magic)
     ]
     assert sorted(asked) == sorted(HINTS)
-    assert set(CHECKS) < set(HINTS)
+    assert set(CHECKS_IN_NOTEBOOK) < set(HINTS)
 
 
 def test_every_named_comparison_of_the_lessons_is_among_the_stored_runs(tmp_path: Path):

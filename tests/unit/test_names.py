@@ -1,7 +1,8 @@
-"""Two public functions or classes of ddpnb never share a name."""
+"""Two public functions, classes or constants of ddpnb never share a name."""
 
 import ast
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import ddpnb
@@ -11,7 +12,16 @@ SAME_ON_PURPOSE = ("api.py", "demo.py", "course/", "rank/script/", "rank/tasks/"
 PROCESSES = {"main", "run"}  # each program has them
 
 
-def test_no_two_public_functions_or_classes_share_a_name():
+def names_of(node: ast.stmt) -> Iterator[str]:
+    """Yield the functions, classes and constants that a statement of a module defines."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+    for each in ast.walk(node) if isinstance(node, ast.Assign | ast.AnnAssign) else ():
+        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store) and each.id.isupper():
+            yield each.id
+
+
+def test_no_two_public_names_are_the_same():
     folder = Path(ddpnb.__file__).parent
     files: dict[str, list[str]] = defaultdict(list)
     for file in sorted(folder.rglob("*.py")):
@@ -19,7 +29,7 @@ def test_no_two_public_functions_or_classes_share_a_name():
         if name.startswith(SAME_ON_PURPOSE):
             continue
         for node in ast.parse(file.read_text()).body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                files[node.name].append(name)
+            for each in names_of(node):
+                files[each].append(name)
     twice = {name: found for name, found in files.items() if len(found) > 1 and name[0] != "_"}
     assert twice.keys() <= PROCESSES, twice

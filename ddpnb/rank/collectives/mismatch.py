@@ -45,7 +45,7 @@ _ENTRY: Final = struct.Struct(f"<{TEXT_BYTES}sIIqQ")
 _KEY: Final = struct.Struct("<IIqQ")
 """The format of the part of an entry after the text.  Ranks compare only this part."""
 _RANK_BYTES: Final = NUM_KEPT * _ENTRY.size
-POLL_SECONDS = 0.001
+CHECK_POLL_SECONDS = 0.001
 SETTLE_SECONDS = 0.05
 """Seconds that a rank waits before it raises an error about a different call.  In this time, the
 other rank may withdraw its call.  The error also names calls that ranks make in this time."""
@@ -232,7 +232,7 @@ class CollectiveLog:
             if other_checksum != checksum or other_size != size:
                 self._settle(entry, number)
             elif other_shape != entry.shape and size != NOT_COMPARED:
-                time.sleep(POLL_SECONDS)  # the shape may become visible after the number
+                time.sleep(CHECK_POLL_SECONDS)  # the shape may become visible after the number
                 found = self._entries(number)
                 if all(each.shape == entry.shape for each in found.values()):
                     continue
@@ -257,7 +257,7 @@ class CollectiveLog:
             if all(entry.matches(each) for each in found.values()):
                 return
             seen |= found
-            time.sleep(POLL_SECONDS)
+            time.sleep(CHECK_POLL_SECONDS)
         is_of_buffers = any(frame.name == "_sync_buffers" for frame in traceback.extract_stack())
         raise CollectiveMismatchError(
             f"the calls of the ranks do not match: {_spoken(seen)}"

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpnb.protocol.trace import Chunks, CollectiveShown, CollectiveSpec
+from ddpnb.protocol.trace import NUMBER_BYTES, Chunks, CollectiveShown, CollectiveSpec
 from ddpnb.rank.connections import bytes_sent
 from ddpnb.rank.device import synchronize, timed
 
@@ -20,7 +20,6 @@ NUM_TIMED = 7
 """Number of timed calls, after one untimed call.  ddpnb shows the median time."""
 CHUNKED = ("reduce_scatter", "all_to_all")
 """Collectives that divide each rank's input into chunks, one chunk for each receiver."""
-NUMBER_BYTES = 4
 FEW_CELLS = 8
 """Approximate number of elements that ddpnb shows for each tensor."""
 

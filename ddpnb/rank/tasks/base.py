@@ -27,7 +27,7 @@ The function returns the *mean* loss over the samples as a tensor of shape (), o
 Number = float | Tensor
 """A number, or a tensor with one number."""
 
-STEP = "training_step(model, batch)"
+STEP_CALL = "training_step(model, batch)"
 LOSS = "loss(outputs, targets)"
 
 
@@ -78,7 +78,7 @@ class Task:
         return self.validation_step is not None or self.metric is not None
 
 
-def split_step(result: object, call: str = STEP) -> tuple[Tensor, Mapping[str, Number]]:
+def split_step(result: object, call: str = STEP_CALL) -> tuple[Tensor, Mapping[str, Number]]:
     """Return the loss and the other numbers in the result of a step.
 
     Other numbers are returned only if the result is a plain dict. The output of a transformers

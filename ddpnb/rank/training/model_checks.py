@@ -20,7 +20,7 @@ from ddpnb.protocol.notation import Choice, parse_strategy
 from ddpnb.rank.cancellation import is_consequence
 from ddpnb.rank.random_state import preserve_globals, seed_everything
 from ddpnb.rank.strategies.fsdp import gathered_layers
-from ddpnb.rank.tasks.base import LOSS, STEP, Supervised, evaluated_loss, split_step
+from ddpnb.rank.tasks.base import LOSS, STEP_CALL, Supervised, evaluated_loss, split_step
 from ddpnb.rank.tasks.batches import shape_of
 from ddpnb.rank.training.evaluation import number_of, pair_of
 from ddpnb.rank.training.run import TrainingRun
@@ -28,7 +28,7 @@ from ddpnb.rank.worker import Batch, Worker, is_switched, state_of
 
 NUM_FEW = 8
 """Number of samples for which ``check_loss`` computes a loss."""
-MAX_CHARACTERS = 300
+MAX_VALUE_CHARACTERS = 300
 """Maximum length of torch's message in an error."""
 SMALLEST = 1e-6
 """Smallest loss that ``check_loss`` checks.  Smaller losses may be only rounding errors."""
@@ -97,17 +97,17 @@ def _supervised_loss(model: nn.Module, step: Supervised, batch: Batch) -> Tensor
 
 def _own_loss(model: nn.Module, step: Any, batch: Batch, *, is_wrapped: bool) -> Tensor:
     wrapped, tree = WrappedByDdp(model), batch.tree
-    with attempt(f"{STEP} failed on a batch of {batch.num_samples} samples: {shape_of(tree)}"):
+    with attempt(f"{STEP_CALL} failed on a batch of {batch.num_samples} samples: {shape_of(tree)}"):
         result = step(wrapped if is_wrapped else model, tree)
     if is_wrapped and not wrapped.was_called:
         raise UserError(
-            f"{STEP} never calls model(...), so the ranks would not exchange gradients, and "
+            f"{STEP_CALL} never calls model(...), so the ranks would not exchange gradients, and "
             "each rank would train a different model. Call model(...). "
             'Use getattr(model, "module", model) only to read attributes.'
         )
     loss, numbers = split_step(result)
     for name, value in numbers.items():
-        number_of(value, f"{STEP}'s {name!r}")
+        number_of(value, f"{STEP_CALL}'s {name!r}")
     return loss
 
 
@@ -138,7 +138,7 @@ def attempt(failed: str, advice: Mapping[str, str] = MappingProxyType({})) -> It
         if isinstance(error, UserError) or is_consequence(error):
             raise
         known = [f" {each}" for text, each in advice.items() if text in str(error)]
-        most = MAX_CHARACTERS // 2 if known else MAX_CHARACTERS
+        most = MAX_VALUE_CHARACTERS // 2 if known else MAX_VALUE_CHARACTERS
         summary = textwrap.shorten(summary_of(error), most, placeholder=" ...")
         dot = "." if known and not summary.endswith(".") else ""
         raise UserError(f"{failed}: {summary}{dot}{''.join(known[:1])}") from error
@@ -201,7 +201,7 @@ def check_loss(run: TrainingRun, worker: Worker) -> tuple[str, ...]:
     is_certain = once == drawn and math.isfinite(twice) and abs(once) >= SMALLEST
     if is_certain and math.isclose(twice, 2 * once, rel_tol=0.01):
         raise UserError(
-            f"{LOSS if is_short else STEP} is a sum over the samples. Return the mean, "
+            f"{LOSS if is_short else STEP_CALL} is a sum over the samples. Return the mean, "
             "so that the loss does not depend on the size of a worker's shard."
         )
     is_gathered = is_short and parse_strategy(run.spec.strategy).name == "dp"  # one loss of all

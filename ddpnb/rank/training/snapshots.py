@@ -38,7 +38,7 @@ from ddpnb.rank.training.evaluation import (
 from ddpnb.rank.training.run import TrainingRun
 from ddpnb.rank.worker import Worker, state_of
 
-MAX_BYTES = 1_000_000_000
+MAX_COPIES_BYTES = 1_000_000_000
 """Maximum size in bytes of all copies that a rank keeps in the host's memory."""
 MAX_ON_THE_WAY = 2_000
 """Default maximum number of held-out samples on which a copy of the model is evaluated."""
@@ -126,7 +126,7 @@ class Snapshots:
     def _steps_between(self) -> int:
         """Return the number of steps from one copy to the next; 0 if no copies are made.
 
-        All copies together have at most ``MAX_BYTES`` bytes.
+        All copies together have at most ``MAX_COPIES_BYTES`` bytes.
         """
         spec, schedule = self._run.spec, self._run.schedule
         if spec.is_ceiling or spec.eval_every == 0:
@@ -138,7 +138,7 @@ class Snapshots:
         else:
             return 0
         tensors = state_of(self._worker.model)  # numel counts all shards
-        num_copies = MAX_BYTES // sum(each.numel() * each.element_size() for each in tensors)
+        num_copies = MAX_COPIES_BYTES // sum(each.numel() * each.element_size() for each in tensors)
         return max(every, math.ceil(schedule.num_steps / (num_copies + 1)))
 
 

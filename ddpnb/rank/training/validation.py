@@ -32,7 +32,7 @@ from ddpnb.rank.training.model_checks import (
 from ddpnb.rank.training.run import Surroundings, TrainingRun, load_run
 from ddpnb.rank.worker import Batch, Worker
 
-CHECKS = "checks"
+CHECKS_FOLDER = "checks"
 """Name of a folder in the run folder for files that a user's strategy creates during a check."""
 
 MIN_SECONDS_MARGIN = 1.1
@@ -43,9 +43,9 @@ def validate(spec: RunSpec, here: Surroundings, *, num_calls: Callable[[], int] 
     """Check a run's settings and code before any strategy trains.
 
     If this rank is in a process group, every rank of the group must call this function, because
-    the strategy takes one step.  Strategies create files in ``CHECKS``, and ddpnb removes this
-    folder after all checks.  ``num_calls`` returns the number of collectives that this rank has
-    called.
+    the strategy takes one step.  Strategies create files in ``CHECKS_FOLDER``, and ddpnb removes
+    this folder after all checks.  ``num_calls`` returns the number of collectives that this rank
+    has called.
 
     Raises:
         UserError: if the run cannot be trained.  The message says what to do.
@@ -53,7 +53,7 @@ def validate(spec: RunSpec, here: Surroundings, *, num_calls: Callable[[], int] 
     """
     with preserve_globals(torch.device(here.state.device), is_measured=True):
         try:
-            run = load_run(spec, replace(here, folder=here.folder / CHECKS))
+            run = load_run(spec, replace(here, folder=here.folder / CHECKS_FOLDER))
             return _checked(run, num_calls)
         except UserError as error:
             raise _with_place(error, spec.cell, here.filename) from error.__cause__

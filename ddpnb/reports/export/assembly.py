@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ddpnb.protocol.errors import UserError
 
-WIDTH = 88
+LINE_LENGTH = 88
 """Ruff's default line length."""
 CELL_NAMES = (
     *("model", "data", "loss", "collate_fn", "optimizer"),
@@ -148,7 +148,7 @@ def imports_text(imports: Iterable[Import]) -> str:
         line = (
             f"from {module} import {', '.join(names)}" if is_from else f"import {module}{names[0]}"
         )
-        if len(line) > WIDTH:
+        if len(line) > LINE_LENGTH:
             line = f"from {module} import (\n    " + ",\n    ".join(names) + ",\n)"
         sections.setdefault(kind, []).append(line)
     return "\n\n".join(map("\n".join, sections.values()))

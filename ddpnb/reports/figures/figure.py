@@ -23,11 +23,11 @@ from ddpnb.reports.style import EVERYTHING, PlotOptions, style_of
 from ddpnb.results.comparison import Comparison
 from ddpnb.results.frames import Row
 
-WIDTH = 13.6
+FIGURE_WIDTH = 13.6
 """Width in inches.  Small text is then at least 10 pixels high on a 1280-pixel screen."""
-TOP = 0.8
+FIGURE_TOP = 0.8
 """Height of the figure's title plus the first panels' titles.  All sizes are in inches."""
-MARGIN, HEAD = 0.17, 0.34
+MARGIN, ROWS_HEAD = 0.17, 0.34
 """Margin around the figure, and height of the titles of the second row of columns."""
 PANEL_HEIGHT, PANELS_GAP = 1.95, 0.78
 """Height of a panel, and height of the gap between two panels (with ticks and a title)."""
@@ -39,11 +39,11 @@ TICKS_WIDTH = 0.56
 """Width of the numbers on the y axis, at the left of each panel."""
 ROWS_BOTTOM = 0.86
 """Height of the ticks and the legend that are below the rows."""
-ROW_HEIGHT = 0.26
+VALUE_HEIGHT = 0.26
 NAMES_LEFT, NAMES_RIGHT, ROW_GAP = 0.4, 0.4, 0.3
 """Space left of the strategies' markers, space right of their names, space between columns."""
 MOST_COLUMNS, MOST_HELD_OUT = 4, 3
-ACROSS = {"samples": "samples", "seconds": "time, s"}
+X_AXES = {"samples": "samples", "seconds": "time, s"}
 """Maps each quantity on an x axis to its name in the titles of panels."""
 
 
@@ -77,18 +77,18 @@ def draw(
     num = len(names)
     texts = [shortened(text) for text, _ in names]
     curve_height = max(PANEL_HEIGHT, LABEL_HEIGHT * (num + 1))
-    row_height = max(num, 2) * ROW_HEIGHT
-    height = TOP + len(bands) * (curve_height + PANELS_GAP)
-    height += len(columns) * (row_height + ROWS_BOTTOM) + max(len(columns) - 1, 0) * HEAD
-    sheet = Sheet(title(comparison), height - kit.TOP - kit.FOOT, width=WIDTH)
+    row_height = max(num, 2) * VALUE_HEIGHT
+    height = FIGURE_TOP + len(bands) * (curve_height + PANELS_GAP)
+    height += len(columns) * (row_height + ROWS_BOTTOM) + max(len(columns) - 1, 0) * ROWS_HEAD
+    sheet = Sheet(title(comparison), height - kit.TOP - kit.FOOT, width=FIGURE_WIDTH)
 
-    down = TOP - kit.TOP
+    down = FIGURE_TOP - kit.TOP
     room = max(LEAST_LABEL_WIDTH, CHARACTER * max(map(len, texts), default=0))
     for panels in bands:
-        whole = (WIDTH - 2 * MARGIN) / len(panels)
+        whole = (FIGURE_WIDTH - 2 * MARGIN) / len(panels)
         for index, panel in enumerate(panels):
             left = MARGIN + index * whole + TICKS_WIDTH
-            right = WIDTH - MARGIN - (index + 1) * whole + 0.3 + room
+            right = FIGURE_WIDTH - MARGIN - (index + 1) * whole + 0.3 + room
             draw_curves(sheet.axes(curve_height, down=down, left=left, right=right), panel)
         down += curve_height + PANELS_GAP
     room *= BOLD
@@ -99,13 +99,13 @@ def draw(
             draw_name(sheet.figure, name, style, (NAMES_LEFT, up), is_begun=is_begun)
         left = NAMES_LEFT + NAMES_RIGHT + room
         texts_width = sum(kind.text_inches + ROW_GAP for kind in kinds) - ROW_GAP
-        free = WIDTH - 2 * MARGIN - left - texts_width
+        free = FIGURE_WIDTH - 2 * MARGIN - left - texts_width
         for kind in kinds:
             width = free * kind.share / sum(each.share for each in kinds)
-            axes = sheet.axes(row_height, down=down, left=left, right=WIDTH - left - width)
+            axes = sheet.axes(row_height, down=down, left=left, right=FIGURE_WIDTH - left - width)
             draw_column(axes, kind, begun, num)
             left += width + kind.text_inches + ROW_GAP
-        down += row_height + ROWS_BOTTOM + HEAD
+        down += row_height + ROWS_BOTTOM + ROWS_HEAD
     return sheet.figure
 
 
@@ -130,7 +130,7 @@ def _panels(
             log=options.log,
             target=target.value if target and not target.is_accuracy else None,
         )
-        for x, called in ACROSS.items()
+        for x, called in X_AXES.items()
     ]
     is_all = options.panels == "all"
     marks_loss = target is not None and not target.is_accuracy
@@ -146,7 +146,7 @@ def _panels(
             is_share=y == "accuracy",
         )
         for y in ("accuracy", "loss")
-        for x, called in ACROSS.items()
+        for x, called in X_AXES.items()
         for lines in [[(each, held_out(each.runs, x, y)) for each in begun]]
     ]
     scores = [panel for panel in scores if panel.lines]

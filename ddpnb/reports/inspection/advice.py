@@ -18,16 +18,16 @@ CONNECTIONS = (
 )
 
 
-ACROSS = ("ddp", "DistributedDataParallel over torchrun; MultiWorkerMirroredStrategy")
-CHOICES: Mapping[str, Sequence[tuple[str, str]]] = {
+SEVERAL_HOSTS = ("ddp", "DistributedDataParallel over torchrun; MultiWorkerMirroredStrategy")
+ADVICE: Mapping[str, Sequence[tuple[str, str]]] = {
     "one machine": (
         ("central", "no equivalent (parameters on the CPU); CentralStorageStrategy"),
         ("ddp", "DistributedDataParallel; MirroredStrategy"),
         ("ddp", "DistributedDataParallel (gloo); MirroredStrategy on CPUs"),
     ),
     "several machines": (
-        ACROSS,
-        ACROSS,
+        SEVERAL_HOSTS,
+        SEVERAL_HOSTS,
         ("ddp", "DistributedDataParallel (gloo); MultiWorkerMirroredStrategy on CPUs"),
     ),
 }
@@ -36,9 +36,9 @@ CHOICES: Mapping[str, Sequence[tuple[str, str]]] = {
 
 def advice_table(ranks: Sequence[RankState]) -> Table:
     """Return the table, with a mark at this machine's cell and the advice in the caption."""
-    place = list(CHOICES)[len({each.host for each in ranks}) > 1]
+    place = list(ADVICE)[len({each.host for each in ranks}) > 1]
     connection, reason = _connection(ranks[0])
-    ours, theirs = CHOICES[place][connection]
+    ours, theirs = ADVICE[place][connection]
     if len(ranks) == 1:
         ours, theirs = "single", "no wrapper; OneDeviceStrategy"
         reason = "There is only one rank, so there is no communication."
@@ -53,7 +53,7 @@ def advice_table(ranks: Sequence[RankState]) -> Table:
         columns=(Column(title=""), *(Column(title=each, is_prose=True) for each in CONNECTIONS)),
         rows=tuple(
             table_row(head, *(cell((head, n), *choice) for n, choice in enumerate(row)))
-            for head, row in CHOICES.items()
+            for head, row in ADVICE.items()
         ),
         notes=(
             "Each cell has the strategy's name in ddpnb, PyTorch and TensorFlow.  If workers "

@@ -5,7 +5,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from ddpnb.protocol.costs import Algorithm, algorithm_of
-from ddpnb.protocol.trace import REDUCING, ROOTED, Chunks, CollectiveShown, CollectiveSpec
+from ddpnb.protocol.trace import (
+    NUMBER_BYTES,
+    REDUCING,
+    ROOTED,
+    Chunks,
+    CollectiveShown,
+    CollectiveSpec,
+)
 from ddpnb.reports.formatting import NOTHING, counted, in_units, size
 from ddpnb.reports.kit import (
     LEFT,
@@ -24,7 +31,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-NUMBER_BYTES = 4
 PACKET_BYTES = 1400
 """Number of bytes that certainly fit into one Ethernet packet."""
 LATENCY_FACTOR = 2.0
@@ -34,8 +40,8 @@ REDUCED = "#f6e39a"
 BEFORE, AFTER, SENT, TIME = 1.5, 6.6, 11.3, 12.7
 """Positions of the four columns, in inches from the left edge of the picture."""
 CELLS_WIDTH = 4.0
-MAX_CHUNKS = 16
-HEAD, ROW_HEIGHT, CELL_HEIGHT, LARGEST_CELL = 0.35, 0.5, 0.36, 0.52
+MAX_DRAWN_CHUNKS = 16
+HEAD, RANK_HEIGHT, CELL_HEIGHT, LARGEST_CELL = 0.35, 0.5, 0.36, 0.52
 
 
 @final
@@ -126,19 +132,19 @@ def draw_collective(result: CollectiveResult) -> "Figure":
     shown = result.shown[:MAX_DRAWN_RANKS]
     rest = len(result.shown) - len(shown)
     title = result.title() + (f"; {rest} ranks are not drawn" if rest else "")
-    height = HEAD + ROW_HEIGHT * len(shown)
+    height = HEAD + RANK_HEIGHT * len(shown)
     sheet = Sheet(title, height + 0.2, result.notes())
     axes = sheet.axes(height, left=0, right=0)
     axes.set(xlim=(0, sheet.width), ylim=(height, 0))
     axes.axis("off")
     for x, text in ((BEFORE, "before"), (AFTER, "after"), (SENT, "sends"), (TIME, "time")):
         write_label(axes, x, HEAD - 0.3, text, colour=MUTED)
-    tensors = [chunks[:MAX_CHUNKS] for each in shown for chunks in (each.before, each.after)]
+    tensors = [chunks[:MAX_DRAWN_CHUNKS] for each in shown for chunks in (each.before, each.after)]
     widest = max(sum(map(len, each)) + 0.2 * len(each) for each in tensors)
     width = min(LARGEST_CELL, CELLS_WIDTH / max(widest, 1))
     is_reduced = result.spec.name in REDUCING
     for row, each in enumerate(shown):
-        middle = HEAD + ROW_HEIGHT * (row + 0.5)
+        middle = HEAD + RANK_HEIGHT * (row + 0.5)
         axes.bar(LEFT, 0.18, 0.18, middle - 0.09, align="edge", color=rank_colour(each.rank))
         write_label(axes, LEFT + 0.26, middle, f"rank {each.rank}", points=FONT_POINTS)
         _draw_cells(axes, BEFORE, middle, width, each.before, each.num_given)
@@ -164,7 +170,7 @@ def _draw_cells(
     if not chunks:
         write_label(axes, x, middle, NOTHING, colour=MUTED)
         return
-    drawn = chunks[:MAX_CHUNKS]
+    drawn = chunks[:MAX_DRAWN_CHUNKS]
     look: Look = {"align": "edge", "edgecolor": PAPER, "linewidth": 1.0}
     for chunk in drawn:
         for value in chunk:

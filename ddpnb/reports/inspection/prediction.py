@@ -14,7 +14,7 @@ from ddpnb.reports.table import Cell, Column, Table, table_row
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-WIDTH, HEIGHT, TICKS, NAMES = 10.0, 3.6, 0.5, 1.9
+FORECAST_WIDTH, HEIGHT, FORECAST_TICKS, NAMES = 10.0, 3.6, 0.5, 1.9
 """Width of the picture, height of the axes, height of the ticks, width of the names, in inches."""
 LABEL_GAP = 0.062
 """Minimum distance between two names, as a share of the height of the axes."""
@@ -161,7 +161,7 @@ def draw_prediction(prediction: Prediction) -> "Figure":
     filled = f" (filled: {kind})" if prediction.measured else ""
     asked = max(prediction.question.ranks)
     title = f"Predicted: {found.name} on up to {asked:,} ranks, samples/s{filled}"
-    sheet = Sheet(title, HEIGHT + TICKS, width=WIDTH)
+    sheet = Sheet(title, HEIGHT + FORECAST_TICKS, width=FORECAST_WIDTH)
     axes = sheet.axes(HEIGHT, left=0.85, right=NAMES)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

@@ -16,7 +16,7 @@ from ddpnb.reports.kit import Shown
 from ddpnb.reports.style import MUTED
 from ddpnb.reports.table import Cell, Column, Table, table_row
 
-MAX_CHUNKS = 16
+MAX_SENT_CHUNKS = 16
 """Maximum number of chunks of one tensor that all measured ranks together send to the kernel."""
 ROUNDING = 1e-5
 """Maximum difference, relative to the largest value, that may be a rounding error."""
@@ -78,7 +78,7 @@ class Finding:
     @property
     def measured_ranks(self) -> tuple[int, ...]:
         """The ranks that ddpnb measures: the first rank of each group."""
-        return tuple(ranks[0] for ranks in self.groups[:MAX_CHUNKS])
+        return tuple(ranks[0] for ranks in self.groups[:MAX_SENT_CHUNKS])
 
     @property
     def is_rounding(self) -> bool:
@@ -137,7 +137,7 @@ def _grouped(finding: Finding, tensors: Mapping[int, TensorDigest | None]) -> Fi
         groups=tuple(map(tuple, groups.values())),
         lacking=tuple(lacking),
         texts=tuple(texts),
-        chunks=tuple(chunks[: max(1, MAX_CHUNKS // len(groups))]),
+        chunks=tuple(chunks[: max(1, MAX_SENT_CHUNKS // len(groups))]),
         num_elements=math.prod(one.shape),
     )
 
@@ -163,7 +163,7 @@ def with_size(finding: Finding, values: Sequence[NDArray[Any]]) -> Finding:
         scale=float(np.max(sizes[np.isfinite(sizes)], initial=0)),
     )
     is_same = found.num_unequal == 0 and found.num_measured == found.num_elements
-    if is_same and found.num_different == 1 and len(found.groups) <= MAX_CHUNKS:  # 0.0, -0.0
+    if is_same and found.num_different == 1 and len(found.groups) <= MAX_SENT_CHUNKS:  # 0.0, -0.0
         return replace(finding, verdict=PartVerdict.SAME, num_different=0, groups=())
     return found
 

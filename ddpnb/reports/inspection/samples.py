@@ -34,7 +34,7 @@ MAX_CELLS = 40
 MAX_LISTED = 24
 """Maximum number of samples that the table lists for each rank."""
 
-LABELS, SUMMARIES, ROW, TICKS = 1.2, 2.6, 0.42, 0.45
+LABELS, SUMMARIES, SAMPLES_HEIGHT, TICKS = 1.2, 2.6, 0.42, 0.45
 """Width of a row's name, width of its summary, height of a row, height of the ticks, in inches."""
 MAX_CELL, GAP = 0.6, 0.02
 POINTS = 10.5
@@ -179,7 +179,7 @@ def draw_handout(handout: Handout) -> "Figure":
     num_columns = min(max(row.num_cells for row in rows), MAX_CELLS)
     num_ranks = len(rows[0].handed_out)
     key = "Numbers are ranks.  A pale sample is used more than once.  A sample with × is not used."
-    height = ROW * len(rows)
+    height = SAMPLES_HEIGHT * len(rows)
     sheet = Sheet(handout.title, height + TICKS, [key])
     axes = sheet.axes(height, left=LABELS)
     axes.set(xlim=(0, WIDTH - LABELS - RIGHT), ylim=(height, 0))
@@ -187,7 +187,7 @@ def draw_handout(handout: Handout) -> "Figure":
     look: Look = {"points": POINTS, "colour": MUTED}
     width = min((WIDTH - LABELS - SUMMARIES) / num_columns, MAX_CELL)
     for number, row in enumerate(rows):
-        middle = (number + 0.5) * ROW
+        middle = (number + 0.5) * SAMPLES_HEIGHT
         write_label(axes, -0.15, middle, row.label, ha="right", **look)
         for column, owners in enumerate(row.owners().values()):
             _draw_cell(axes, column * width, middle, width, owners)
@@ -211,7 +211,7 @@ def _draw_cell(
     """Draw a cell in its rank's colour, pale if it has several ranks, dashed if it has no rank."""
     colour = rank_colour(owners[0]) if len(owners) == 1 else RULE if owners else PAPER
     text = ",".join(map(str, owners)) if len(owners) <= 2 else f"{len(owners)}×"
-    x, wide, high = left + GAP, width - 2 * GAP, ROW - 4 * GAP
+    x, wide, high = left + GAP, width - 2 * GAP, SAMPLES_HEIGHT - 4 * GAP
     rim: Look = {"linewidth": 0}
     if not owners:
         text, rim = "×", {"edgecolor": MUTED, "linewidth": 1.0, "linestyle": (0, (2, 2))}

@@ -18,7 +18,7 @@ from ddpnb.reports.kit import (
     MAX_DRAWN_RANKS,
     RIGHT,
     ROW_NAMES,
-    WAITING,
+    WAITING_LOOK,
     WIDTH,
     Look,
     Sheet,
@@ -28,7 +28,7 @@ from ddpnb.reports.kit import (
     name_row,
     write_label,
 )
-from ddpnb.reports.style import MUTED, PAPER, PART_COLOURS, RULE, SMALL_POINTS
+from ddpnb.reports.style import MUTED, PAPER, PART_COLOURS, RULE, TINY_POINTS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +40,6 @@ CHARACTER_WIDTH = 0.082
 """Width of a character in a bar's name, in inches."""
 PIXELS = (WIDTH - ROW_NAMES - RIGHT) * DPI
 """Length of the time axis in pixels."""
-SMALL = SMALL_POINTS - 2.5
 MAX_COLOURS = 9
 """Maximum number of colours in the legend."""
 BAR_COLOURS = {
@@ -89,15 +88,15 @@ def draw_timeline(
         for name, row in rows.items():
             if len(rows) > 1 or not row:
                 look: Look = {"transform": axes.get_yaxis_transform(), "ha": "right"}
-                write_label(axes, -0.006, top + 0.5, name, points=SMALL, colour=MUTED, **look)
+                write_label(axes, -0.006, top + 0.5, name, points=TINY_POINTS, colour=MUTED, **look)
             _draw_row(axes, top, row, colours)
             top += 1
         top += 0.5
     looks: dict[str, str | Look] = dict(list(colours.items())[:MAX_COLOURS])
     if any(span.lane == "wait" for span in spans):
-        looks["waits"] = WAITING
+        looks["waits"] = WAITING_LOOK
     if any(until > span.start for span, until in bars):
-        looks["waits for the last rank"] = WAITING
+        looks["waits for the last rank"] = WAITING_LOOK
     if looks:
         legend(axes, looks)
     return sheet.figure
@@ -185,7 +184,7 @@ def _draw_row(axes: "Axes", top: float, bars: list[Bar], colours: Mapping[str, s
         # a thin bar has no edge, because the edge would cover the bar
         edge = PAPER if min(width for _, width in places) > 4 * pixel else "none"
         axes.broken_barh(places, height, facecolor=colour, edgecolor=edge, linewidth=0.4, zorder=2)
-    axes.broken_barh(hatched, height, zorder=3, **WAITING)
+    axes.broken_barh(hatched, height, zorder=3, **WAITING_LOOK)
 
 
 def _write_name(
@@ -196,6 +195,6 @@ def _write_name(
     named = f"{span.name} {size(span.num_bytes)}" if span.num_bytes else span.name
     for text in (f"{named}, {span.line}" if span.line else named, named, span.name):
         if (len(text) + 1) * CHARACTER_WIDTH <= inches:
-            look: Look = {"points": SMALL, "colour": ink, "ha": "center", "zorder": 4}
+            look: Look = {"points": TINY_POINTS, "colour": ink, "ha": "center", "zorder": 4}
             write_label(axes, (start + end) / 2, middle, text, **look)
             return

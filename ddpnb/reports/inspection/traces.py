@@ -11,7 +11,7 @@ from ddpnb.reports.formatting import counted, in_units, size
 from ddpnb.reports.inspection.timeline import bounds, draw_timeline, last_arrivals
 from ddpnb.reports.kit import Picture, Shown
 
-MAX_LINES = 40
+MAX_CALLS = 40
 """Maximum number of spans that the text lists."""
 BARS = "A bar lasts from a call until its exchange is complete.  Between bars, the rank computes."
 SEVERAL_CLOCKS = (
@@ -56,10 +56,10 @@ class TraceResult(Shown):
             zip(self.spans, last_arrivals(self.spans), strict=True),
             key=lambda call: (call[0].start, call[0].rank),
         )
-        for span, until in calls[:MAX_LINES]:
+        for span, until in calls[:MAX_CALLS]:
             lines.append(f"  {in_units(span.start - begin):>8}  {_described(span, until)}")
-        if len(calls) > MAX_LINES:
-            lines.append(f"  and {len(calls) - MAX_LINES:,} more calls")
+        if len(calls) > MAX_CALLS:
+            lines.append(f"  and {len(calls) - MAX_CALLS:,} more calls")
         return "\n".join(lines)
 
     def content(self, ending: str) -> bytes:

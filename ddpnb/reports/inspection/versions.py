@@ -18,7 +18,7 @@ from ddpnb.reports.formatting import counted, number, time_unit
 from ddpnb.reports.kit import (
     MAX_DRAWN_RANKS,
     ROW_NAMES,
-    WAITING,
+    WAITING_LOOK,
     Look,
     Picture,
     Sheet,
@@ -29,7 +29,7 @@ from ddpnb.reports.kit import (
     rank_colour,
     write_label,
 )
-from ddpnb.reports.style import INK, MUTED, PAPER, PART_COLOURS, RULE, SMALL_POINTS
+from ddpnb.reports.style import INK, MUTED, PAPER, PART_COLOURS, RULE, TINY_POINTS
 from ddpnb.results.comparison import Comparison
 from ddpnb.results.run import COMPUTED, RunSnapshot
 
@@ -41,9 +41,8 @@ MAX_UPDATES = 36
 """Minimum number of gradients to draw.  ddpnb also draws at least three per worker."""
 SHOWN_WAIT_SECONDS = 1e-4
 """The time that a worker waits for others is drawn only if it is longer than this, in seconds."""
-ROW, LEAST_ROW, ROWS_HEIGHT, TICKS_HEIGHT = 0.44, 0.26, 3.6, 0.75
+MAX_ROW_HEIGHT, LEAST_ROW, ROWS_HEIGHT, AXIS_HEIGHT = 0.44, 0.26, 3.6, 0.75
 """Maximum and minimum height of a row, height of all rows, height of the ticks, in inches."""
-SMALL = SMALL_POINTS - 2.5
 SENDS = PART_COLOURS["communication"]
 
 Updates = Any
@@ -167,12 +166,12 @@ def draw_versions(inspection: AsyncInspection) -> "Figure":
     rest = inspection.num_ranks - len(ranks)
     hidden = [f"{rest} more workers are not shown."] if rest else []
     notes = [*hidden, *inspection.words()]
-    row = max(LEAST_ROW, min(ROW, ROWS_HEIGHT / len(ranks)))
+    row = max(LEAST_ROW, min(MAX_ROW_HEIGHT, ROWS_HEIGHT / len(ranks)))
     lanes, arrows = row * (len(ranks) + 1), row * len(ranks)
     title = f"{inspection.title}: which version each worker reads and writes"
-    sheet = Sheet(title, lanes + arrows + 2 * TICKS_HEIGHT, notes)
+    sheet = Sheet(title, lanes + arrows + 2 * AXIS_HEIGHT, notes)
     _draw_lanes(sheet.axes(lanes, left=ROW_NAMES), inspection, shown, ranks)
-    below = sheet.axes(arrows, down=lanes + TICKS_HEIGHT, left=ROW_NAMES)
+    below = sheet.axes(arrows, down=lanes + AXIS_HEIGHT, left=ROW_NAMES)
     _draw_arrows(below, inspection, shown, ranks)
     return sheet.figure
 
@@ -201,7 +200,7 @@ def _draw_lanes(
         draw(own.start, own.pushed, top, 0.6, bar)
         draw(own.released, own.end, top + 0.18, 0.24, {"color": SENDS, "zorder": 3})
         late = own[own.released - own.pushed > SHOWN_WAIT_SECONDS]
-        draw(late.pushed, late.released, top, 0.6, {"zorder": 3, **WAITING})
+        draw(late.pushed, late.released, top, 0.6, {"zorder": 3, **WAITING_LOOK})
     labelled = -length
     for each in shown:
         at, colour = (each.written - begin) * scale, rank_colour(each.rank)
@@ -209,14 +208,14 @@ def _draw_lanes(
         axes.plot([at], [0.5], "o", color=colour, markersize=5, clip_on=False)
         if at - labelled > length / 40:
             labelled = at
-            write_label(axes, at, 0.13, f"{each.version}", points=SMALL, ha="center")
+            write_label(axes, at, 0.13, f"{each.version}", points=TINY_POINTS, ha="center")
     for mark in inspection.marks:
         if mark.kind.is_death and mark.rank in ranks and begin <= mark.seconds <= end:
             x, y = (mark.seconds - begin) * scale, mark.rank + 1.5
             axes.plot([x], [y], "X", color=INK, markersize=13, zorder=5)
             write_label(axes, x, y, f"   {mark.text}", zorder=5)
     names = {"computes": rank_colour(0), "exchanges with the server": SENDS}
-    legend(axes, {**names, "waits for others": WAITING})
+    legend(axes, {**names, "waits for others": WAITING_LOOK})
 
 
 def _draw_arrows(
@@ -238,7 +237,7 @@ def _draw_arrows(
                 axes.annotate("", (updated, y), (each.read, y), arrowprops=arrow)
         look: Look = {"transform": axes.get_yaxis_transform(), "ha": "right"}
         about = inspection.about(rank)
-        write_label(axes, 1.0, rank + 0.5, about, points=SMALL, colour=MUTED, **look)
+        write_label(axes, 1.0, rank + 0.5, about, points=TINY_POINTS, colour=MUTED, **look)
         name_row(axes, rank + 0.5, f"rank {rank}", rank=rank)
         if rank:
             axes.axhline(rank, color=RULE, linewidth=1.0)

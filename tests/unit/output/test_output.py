@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from ddpnb.output.cell_output import MAX_LINES, CellOutput, PrintedLines
+from ddpnb.output.cell_output import MAX_PRINTED_LINES, CellOutput, PrintedLines
 from ddpnb.output.displays import Displays, label_of
 from ddpnb.output.merging import HOLD_SECONDS, Item, OutputMerger, Screen
 from ddpnb.reports.live import LiveText
@@ -196,10 +196,10 @@ def test_lines_of_ranks_and_calls_are_shown_once(capsys: pytest.CaptureFixture[s
 
 def test_many_lines_are_counted(capsys: pytest.CaptureFixture[str]):
     printed = PrintedLines()
-    say(printed, "".join(f"{number}\n" for number in range(MAX_LINES + 120)))
+    say(printed, "".join(f"{number}\n" for number in range(MAX_PRINTED_LINES + 120)))
     say(printed, "0\nmore\nunfinished")
     lines = lines_of(printed, capsys)
-    assert len(lines) == MAX_LINES + 2
+    assert len(lines) == MAX_PRINTED_LINES + 2
     assert lines[-1] == "... and 122 more lines"
 
 

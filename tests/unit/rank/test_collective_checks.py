@@ -55,7 +55,7 @@ def test_a_shape_that_becomes_visible_after_its_number_is_no_other_shape(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     """Some processors, such as aarch64, change the order of writes."""
-    monkeypatch.setattr(mismatch, "POLL_SECONDS", 0.5)
+    monkeypatch.setattr(mismatch, "CHECK_POLL_SECONDS", 0.5)
     first, second, _ = opened(tmp_path / "log")
     call = CollectiveCall(METHODS["allreduce"], None, [[ONE]], NO_ROOT, is_blocking=True)
     entry = entry_of(call, RANKS)
