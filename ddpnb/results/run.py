@@ -225,7 +225,8 @@ class RunSnapshot:
 class Run:
     """Collects the steps of one run.  Snapshots are computed from these steps and never change.
 
-    A run keeps 36 bytes of each step for the curve, and each rank's sums of all other fields.
+    A run keeps 36 bytes of each step for the curve, 8 bytes of each logged number, and each rank's
+    sums of all other fields.
     During training, a synchronous step counts in the curve only if every rank has reported it.
 
     Args:
@@ -235,8 +236,8 @@ class Run:
     def __init__(self, **known: Any) -> None:
         self._now = RunSnapshot(**known)
         self._kept = bytearray()
-        self._metrics: dict[str, list[tuple[int, float]]] = {}
-        """The index of the row and the value of each logged number, by name."""
+        self._metrics: dict[str, bytearray] = {}
+        """The values of each logged number in the first rows, by name; NaN if a row has none."""
         self._sums: dict[int, Records] = {}
         """Each rank's sums of ``parts`` and bytes."""
         self._staleness = np.zeros(0, dtype=np.int64)
@@ -256,8 +257,9 @@ class Run:
         rows = rows_of(batch)  # raises an error if a logged number belongs to no row
         with self._lock:
             for name, field_name in metrics_of(rows).items():
-                values = enumerate(rows[field_name].tolist(), start=self._num_rows)
-                self._metrics.setdefault(name, []).extend(values)
+                values = self._metrics.setdefault(name, bytearray())
+                values += np.full(self._num_rows - len(values) // 8, np.nan).tobytes()
+                values += rows[field_name].tobytes()
             self._kept += rows[list(KEPT.names or ())].astype(KEPT).tobytes()
             self._num_rows += len(rows)
             sums = [rows[name].sum(dtype=np.float64) for name in SUMMED]
@@ -315,9 +317,9 @@ class Run:
         if run.spec is not None:  # a worker without samples in a step has no loss
             is_bad &= rows["num_samples"] > 0
         last = {}
-        for name, pairs in self._metrics.items() if not run.is_running else ():
+        for name, known in self._metrics.items() if not run.is_running else ():
             values = np.full(len(every), np.nan)
-            values[[index for index, _ in pairs]] = [value for _, value in pairs]
+            values[: len(known) // 8] = np.frombuffer(known)
             last[name] = end_of(curve_of(every, header, values))
         return replace(
             run,

@@ -1,14 +1,15 @@
 """A run keeps all steps, and draws them as the right points if they arrive in any order."""
 
 import math
+import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from ddpnb.protocol.messages import Parts, RunReport, StepEvent, pack_step
-from ddpnb.results.curve import MAX_POINTS, Curve, curve_of, smoothed
-from ddpnb.results.rows import EVENT, Records
+from ddpnb.results.curve import MAX_POINTS, Curve, curve_of, end_of, smoothed
+from ddpnb.results.rows import EVENT, Records, metrics_of
 from ddpnb.results.run import Run, Status
 from tests.unit.results.fake_runs import KeptRun, batch, ended_run, header, run_of, spec, step
 
@@ -139,6 +140,23 @@ def test_steps_are_kept_as_rows_and_a_snapshot_does_not_change():
     assert (len(ranks), len(after.events)) == (1, 5001)
     assert (before.num_events, after.num_events) == (1, 5001)
     assert (before.status, after.status, after.detail) == ("running", "failed", "rank 1 was killed")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_end_of_each_logged_number_is_that_of_its_stored_rows(seed: int):
+    draw, run = random.Random(seed), KeptRun(run_id="m", name="mine")
+    for sequence in range(20):
+        names = draw.sample(["norm", "rate", "seen"], draw.randint(0, 3))
+        pairs = [(i, name) for name in names for i in range(4) if draw.random() > 0.3]
+        logged = [(*pair, draw.gauss(3)) for pair in pairs]
+        steps = [step(4 * sequence + i, 4.0 * sequence + i) for i in range(4)]
+        run.add(batch("m", steps, rank=draw.randint(0, 2), sequence=sequence, metrics=logged))
+    run.end(Status.FINISHED)
+    found = run.snapshot()
+    values = {name: found.events[field] for name, field in metrics_of(found.events).items()}
+    ends = {name: end_of(curve_of(found.events, None, each)) for name, each in values.items()}
+    assert found.last == pytest.approx(ends)
+    assert len(ends) == 3
 
 
 def test_what_followed_a_last_step_is_a_part_of_it():
