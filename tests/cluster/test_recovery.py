@@ -47,7 +47,7 @@ def model():
     return Deadly(4, 2)
 
 def data(split):
-    x = torch.randn(1000, 4)
+    x = torch.randn(1000 if split == 'train' else 100, 4)
     return x, (x.sum(dim=1) > 0).long()
 """
 
@@ -98,7 +98,7 @@ def trained_beside(
     return snapshot
 
 
-@pytest.mark.parametrize("strategy", ["async", "async:bound=1", "hogwild"])
+@pytest.mark.parametrize("strategy", ["async", "hogwild"])
 def test_a_killed_rank_costs_its_share_and_comes_back(cluster, tmp_path, capsys, strategy):
     run(cluster, "kept = rank")
     snapshot = trained(tmp_path, deadly(cluster, tmp_path, strategy))
@@ -118,8 +118,6 @@ def test_a_killed_rank_costs_its_share_and_comes_back(cluster, tmp_path, capsys,
     assert 1 <= (events["seconds"] < came_back).sum() < 50  # steps of the dead process
     assert len(set(events["step"])) == len(events)
     assert "rank 1 died, and ddpnb restarted it without variables" in capsys.readouterr().err
-    again = deadly(cluster, tmp_path, "ddp", num_epochs=0.2).run()
-    assert again.comparison.runs[0].status == "finished"
     assert total(cluster) == [2.0, 2.0]
     assert pull(cluster, "kept", ranks=[0]) == [0]
 
@@ -143,7 +141,7 @@ def model():
 
 def test_a_rank_that_comes_when_the_run_is_over_is_there_for_the_next(cluster, tmp_path):
     late = LATE.format(marker=str(tmp_path / "marker"), over=str(tmp_path / "over"))
-    training = deadly(cluster, tmp_path, "async", more=late, num_epochs=1)
+    training = deadly(cluster, tmp_path, "async", more=late, num_calls=20, num_epochs=0.5)
     (snapshot,) = training.run().comparison.runs
     assert snapshot.status == "finished"
     assert [mark.text for mark in snapshot.marks] == ["killed"]  # the rank did not come back
@@ -151,9 +149,8 @@ def test_a_rank_that_comes_when_the_run_is_over_is_there_for_the_next(cluster, t
     assert total(cluster) == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("strategy", ["async:bound=1", "hogwild"])
-def test_of_a_rank_killed_on_purpose_every_step_is_there(cluster, tmp_path, strategy):
-    training = deadly(cluster, tmp_path, strategy, num_calls=-1, kill=("1@1s",))
+def test_of_a_rank_killed_on_purpose_every_step_is_there(cluster, tmp_path):
+    training = deadly(cluster, tmp_path, "async:bound=1", num_calls=-1, kill=("1@1s",))
     snapshot = trained(tmp_path, training)
     assert [mark.text for mark in snapshot.marks] == ["killed", "came back"]
     killed, came_back = (mark.seconds for mark in snapshot.marks)
@@ -183,7 +180,7 @@ def test_what_a_rank_did_before_its_kill_failed_the_run_is_reported(cluster, tmp
 
 
 def test_the_strategies_after_one_that_a_death_ended_are_trained(cluster, tmp_path, capsys):
-    names, options = ("single", "ddp", "no-comm"), {"num_repeats": 2, "num_epochs": 1}
+    names, options = ("single", "ddp", "no-comm"), {"num_repeats": 2, "num_epochs": 0.3}
     with pytest.raises(RankError, match="rank 1"):
         deadly(cluster, tmp_path, *names, num_calls=20, **options).run()
     shown = capsys.readouterr().err
@@ -207,16 +204,12 @@ class Own(AsyncParameterServer): pass
 """
 
 
-@pytest.mark.parametrize(
-    ("strategy", "num_deaths"),
-    [("async", 1), ("async", 2), ("async", 3), ("hogwild", 3), ("Own", 2)],
-)
-def test_all_ranks_but_one_may_die_at_any_time(four, tmp_path, strategy, num_deaths):
+@pytest.mark.parametrize("strategy", ["hogwild", "Own"])
+def test_all_ranks_but_one_may_die_at_any_time(four, tmp_path, strategy):
     """Ranks die together, one after the other, and again while they start."""
-    draw = random.Random(f"{strategy} {num_deaths}")
-    dying = draw.sample(range(1, 4), num_deaths)
-    moments = [draw.choice([0.0, 0.4, draw.uniform(0, 1)]) for _ in range(2 * num_deaths)]
-    deaths = sorted(zip(moments, dying * 2, strict=True))
+    draw = random.Random(strategy)
+    moments = [draw.choice([0.0, 0.4, draw.uniform(0, 1)]) for _ in range(6)]
+    deaths = sorted(zip(moments, [1, 2, 3] * 2, strict=True))
     run(four, "kept = rank")
     training = deadly(four, tmp_path, strategy, num_calls=-1, more=OWN, num_epochs=5)
     has_ended = threading.Event()
@@ -233,8 +226,7 @@ def test_all_ranks_but_one_may_die_at_any_time(four, tmp_path, strategy, num_dea
 
     snapshot = trained_beside(training, kill, has_ended)
     assert snapshot.status == "finished"
-    assert {mark.rank for mark in snapshot.marks if mark.text == "killed"} == set(dying)
+    assert {mark.rank for mark in snapshot.marks if mark.text == "killed"} == {1, 2, 3}
     assert not four.exits
     assert total(four) == [4.0] * 4
-    kept = [rank for rank in four.ranks if rank not in dying]
-    assert pull(four, "kept", ranks=kept) == kept
+    assert pull(four, "kept", ranks=[0]) == [0]
