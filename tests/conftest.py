@@ -3,10 +3,14 @@
 import importlib.util
 import os
 import signal
+import sys
 from collections.abc import Generator
 from typing import Any
 
 import pytest
+
+# Otherwise nbformat imports this package of jsonschema, which parses a grammar for two seconds.
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 
 # tests/compat needs the packages that `make compat` installs.
 collect_ignore = [] if importlib.util.find_spec("lightning") else ["compat"]
