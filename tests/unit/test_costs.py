@@ -40,17 +40,16 @@ def value(formula: str, num: int, place: int) -> float:
     return float(eval(written, {"N": num, "B": 840, "L": depth, "K": below}))
 
 
-@pytest.mark.parametrize("num", range(2, 17))
-@pytest.mark.parametrize("name", TABLE)
-def test_what_is_computed_is_the_formula_on_the_page(name, num):
-    algorithm = TABLE[name]
-    costs = [algorithm.of(840, num, place) for place in range(num)]
-    for place, cost in enumerate(costs):
-        shown = (algorithm.rounds, algorithm.num_bytes, algorithm.sent)
-        assert cost[:3] == pytest.approx([value(each, num, place) for each in shown])
-    if name not in ("send", "recv"):  # each byte that is sent is received
-        assert sum(c.sent for c in costs) == pytest.approx(sum(c.received for c in costs))
-    assert algorithm.of(840, 1) == Cost(0)
+@pytest.mark.parametrize("num", [2, 3, 4, 7, 16])
+def test_what_is_computed_is_the_formula_on_the_page(num):
+    for name, algorithm in TABLE.items():
+        costs = [algorithm.of(840, num, place) for place in range(num)]
+        for place, cost in enumerate(costs):
+            shown = (algorithm.rounds, algorithm.num_bytes, algorithm.sent)
+            assert cost[:3] == pytest.approx([value(each, num, place) for each in shown]), name
+        if name not in ("send", "recv"):  # each byte that is sent is received
+            assert sum(c.sent for c in costs) == pytest.approx(sum(c.received for c in costs)), name
+        assert algorithm.of(840, 1) == Cost(0)
 
 
 def test_every_call_of_torch_is_in_it():

@@ -8,14 +8,15 @@ import torch
 
 from ddpnb.protocol.variables import dump, packed, receive
 
-NUM = 3_000_000
+NUM = 2_400_000
+"""More bytes than an array needs to be mapped from a file."""
 
 
 ARRAYS = {
     "structured": np.ones(NUM, dtype=[("a", "i4"), ("b", "f8")]),
     "objects": np.array([1, "x", None, [2]], dtype=object),
     "Fortran order": np.asfortranarray(np.arange(NUM).reshape(1000, -1)),
-    "read-only": np.broadcast_to(np.arange(3), (NUM, 3)),
+    "read-only": np.broadcast_to(np.arange(3), (NUM // 3, 3)),
     "strided": np.arange(NUM)[::3],
     "permuted": np.arange(NUM).reshape(30, 100, -1).transpose(1, 0, 2),
     "empty": np.zeros((0, 3)),

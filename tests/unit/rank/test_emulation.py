@@ -31,7 +31,7 @@ def served(num_workers: int, num_shards: int, times: ComputeTimes) -> list[tuple
     return found
 
 
-@pytest.mark.parametrize("num_workers", [2, 3, 5, 8, 16, 48])
+@pytest.mark.parametrize("num_workers", [2, 3, 16])
 def test_a_server_takes_as_many_gradients_as_its_formula_says(num_workers):
     found = served(num_workers, 60 * num_workers, ComputeTimes(compute=Compute(0.1)))
     (_, begin), *rest = found[len(found) // 3 :]
@@ -52,7 +52,7 @@ def test_a_ring_of_two_hosts_is_as_slow_as_the_link_between():
     assert devices.link_between(range(16)) == parse_link("25Gbit,30us")
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", range(30))
 def test_a_measured_device_is_fitted_at_both_sizes(seed):
     draw = random.Random(seed)
     few = draw.choice([1, 2, 5, 32, 100])

@@ -174,7 +174,7 @@ def test_a_run_folder_stays_until_its_fork_server_ends_even_by_a_kill():
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("length", range(30, 112, 3))
+@pytest.mark.parametrize("length", [30, PATH_BYTES, PATH_BYTES + 1, PATH_BYTES + 9, 108])
 def test_every_socket_fits_into_the_folder_of_run_folders(
     monkeypatch: pytest.MonkeyPatch, length: int
 ):
