@@ -9,10 +9,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import matplotlib
 import pytest
 
 from ddpnb.results.store import FILE_NAME
-from tests.cluster.rig import wait_until_gone
+from tests.cluster.rig import DYNAMO, wait_until_gone
 from tests.kernel.client import Kernel
 from tests.places import OTHER_USER, SHM, inside
 
@@ -24,7 +25,6 @@ CELLS = (
     "%ddp_start -n 2 --device cpu",
     "%ddp_compare ddp hogwild async --task synthetic --epochs 0.2 --no-baseline --name race",
     "%%ddp --name loop\nimport ddpnb\nfor i in range(3):\n    ddpnb.log(loss=1.0, samples=4)",
-    "%ddp_compare ddp --task synthetic --epochs 0.2 --devices 2xV100 --as resnet18",
     "import numpy as np\nbig = np.ones(1 << 20)\n%ddp_push big",
     "%ddp_runs",
     "%ddp_plot race",
@@ -60,6 +60,8 @@ def check(place: Path, notebook: str, home: str, shm: str, temporary: str, **mor
         folder.mkdir(parents=True, exist_ok=True)
         if user and course not in (folder, *folder.parents):
             os.chown(folder, user, user)
+    for fonts in Path(matplotlib.get_cachedir()).glob("fontlist*"):  # finding all takes seconds
+        shutil.copy(fonts, place / "matplotlib")
     if notebook == "with runs":
         (course / "data/runs").mkdir()
         lessons = Path(__file__).parents[2] / "data/lessons.sqlite3"
@@ -70,6 +72,7 @@ def check(place: Path, notebook: str, home: str, shm: str, temporary: str, **mor
         "TMPDIR": str(tmp),
         "XDG_DATA_HOME": "",
         "MPLCONFIGDIR": str(place / "matplotlib"),
+        **DYNAMO,
     }
     is_open = notebook == "usual" and not user
     states = (

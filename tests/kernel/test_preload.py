@@ -12,12 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ddpnb.cluster.processes import Preload
 from ddpnb.protocol.processes import portable
 from tests.cluster.rig import is_alive, wait_until, wait_until_gone
 from tests.kernel.client import Kernel, both, kernel_in
 from tests.places import OTHER_USER, inside
-from tests.programs import printed
-from tests.unit.session.test_import import LOAD
 
 pytestmark = pytest.mark.skipif(portable(), reason="only forked ranks use an early import of torch")
 
@@ -71,6 +70,7 @@ def test_a_start_uses_the_fork_server_of_the_load(loaded: Kernel, imported: bool
     if imported:
         wait_for_import(loaded)
     with gone_afterwards(early):
+        assert "0 GPUs" in loaded.run("%ddp_start -n 2 --backend nccl").refusal
         assert loaded.run(f"{START} --threads 3").passed
         assert server_of(loaded) == early.server.pid
         assert early.server.num_threads() == 1, "forking is unsafe"
@@ -83,10 +83,11 @@ def test_a_start_uses_the_fork_server_of_the_load(loaded: Kernel, imported: bool
     assert not loaded.processes
 
 
-def test_a_stop_or_unload_without_a_start_leaves_nothing(loaded: Kernel):
-    for line in ("%unload_ext ddpnb", "%reload_ext ddpnb", "%ddp_stop"):
+def test_what_ends_the_fork_server_without_a_start_leaves_nothing(loaded: Kernel):
+    on_hosts = "%ddp_start --hosts a.invalid:1,b.invalid:1"
+    for line in ("%unload_ext ddpnb", "%reload_ext ddpnb", "%ddp_stop", on_hosts):
         with gone_afterwards(Early(loaded)):
-            assert loaded.run(line).passed
+            assert loaded.run(line).error == ("UserError" if line == on_hosts else "")
         loaded.run("%unload_ext ddpnb\n%load_ext ddpnb")
     early = Early(loaded)
     loaded.run("%load_ext ddpnb")
@@ -111,44 +112,53 @@ def test_nothing_outlives_a_kernel_that_is_killed_before_a_start(loaded: Kernel,
     loaded.client.wait_for_ready(timeout=60)
 
 
+def kill(process: psutil.Process, early: Preload) -> None:
+    process.kill()
+    wait_until(lambda: bool(early.exits), "the message about the end")
+
+
 CHANGES = {
-    "environment": "%env OMP_SCHEDULE=static",
-    "folder": "%cd sub",
-    "cores": "import os; os.sched_setaffinity(0, [*os.sched_getaffinity(0)][:1])",
-    "controller": f"import psutil; psutil.Process({PRELOAD}.server.pid).children()[0].kill()",
-    "server": f"import psutil; psutil.Process({PRELOAD}.server.pid).kill()",
+    "environment": lambda patch, *_: patch.setenv("OMP_SCHEDULE", "static"),
+    "folder": lambda patch, *_: patch.chdir("/"),
+    "cores": lambda *_: os.sched_setaffinity(0, [*os.sched_getaffinity(0)][:1]),
+    "controller": lambda _, server, early: kill(server.children()[0], early),
+    "server": lambda _, server, early: kill(server, early),
+    "nothing": lambda *_: None,
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_start_replaces_a_fork_server_that_is_outdated(loaded: Kernel, change: str):
+def test_a_fork_server_that_is_outdated_or_damaged_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, change: str
+):
+    early, cores = Preload(), os.sched_getaffinity(0)
+    early.start()
+    server, folder = psutil.Process(early.server.pid), early.server.folder
+    started = [server]
+    try:
+        if change == "controller":  # else its death is noticed only after the patient imports
+            early.server.link.request("signal", ranks=[], number=0).result(60)
+        started += server.children()
+        CHANGES[change](monkeypatch, server, early)
+        taken = early.take(print)
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert (taken is None) == (change != "nothing")
+    if taken:
+        taken.stop()
+    wait_until_gone(started)
+    wait_until(lambda: not folder.exists(), "the end of the run folder")
+
+
+def test_a_start_replaces_a_fork_server_that_is_outdated(loaded: Kernel):
     (loaded.folder / "sub").mkdir()
     early = Early(loaded)
-    if change == "controller":
-        wait_for_import(loaded)
     with gone_afterwards(early):
-        loaded.run(CHANGES[change]).passed  # noqa: B018
-        if change in ("controller", "server"):
-            loaded.wait_for_value(f"bool({PRELOAD}.exits)", "True")
+        assert loaded.run("%env OMP_SCHEDULE=static\n%cd sub").passed
         assert loaded.run(START).passed
         assert server_of(loaded) != early.server.pid
     source = "import os, sys\nos.environ.get('OMP_SCHEDULE'), os.getcwd() in sys.path"
-    said = "'static'" if change == "environment" else "None"
-    assert loaded.run(f"%%ddp\n{source}").by_rank == both(f"({said}, True)")
-
-
-def test_a_start_that_this_machine_cannot_do_keeps_the_fork_server(loaded: Kernel):
-    early = Early(loaded)
-    assert "0 GPUs" in loaded.run("%ddp_start -n 2 --backend nccl").refusal
-    assert early.folder.exists()
-    assert loaded.run(START).passed
-    assert server_of(loaded) == early.server.pid
-
-
-def test_a_start_on_other_hosts_ends_the_fork_server(loaded: Kernel):
-    with gone_afterwards(Early(loaded)):
-        loaded.run("%ddp_start --hosts a.invalid:1,b.invalid:1").refusal  # noqa: B018
-    assert not loaded.processes
+    assert loaded.run(f"%%ddp\n{source}").by_rank == both("('static', True)")
 
 
 # The kernel looks so late that the ranks have already ended.
@@ -160,20 +170,20 @@ cluster.Cluster.start_rank = lambda *args, **given: (start(*args, **given), time
 """
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_failed_early_import_is_silent_and_the_start_says_why(tmp_path: Path, late: bool):
+def test_a_failed_early_import_is_silent_and_the_start_says_why(tmp_path: Path):
     (tmp_path / "torch.py").write_text("raise ImportError('no wheel for this machine')")
     with kernel_in(tmp_path) as kernel:
-        early = Early(kernel)
-        wait_for_import(kernel)
-        assert is_alive(early.server)
-        if late:
-            assert kernel.run(LOOKS_LATE).passed
-        cell = kernel.run(START)
-        assert "no wheel for this machine" in cell.refusal
-        assert not kernel.processes
-    texts = [each.text for each in kernel.cells.values() if each is not cell]
-    assert "wheel" not in "".join(texts)
+        for preparation in ("", LOOKS_LATE):
+            early = Early(kernel)
+            wait_for_import(kernel)
+            assert is_alive(early.server)
+            assert kernel.run(preparation).passed
+            cell = kernel.run(START)
+            assert "no wheel for this machine" in cell.refusal
+            assert not kernel.processes
+            del kernel.cells[cell.request]
+            assert kernel.run("%reload_ext ddpnb").passed
+    assert "wheel" not in "".join(each.text for each in kernel.cells.values())
 
 
 def test_an_interrupted_load_can_be_repeated(tmp_path: Path):
@@ -191,21 +201,6 @@ def test_an_interrupted_load_can_be_repeated(tmp_path: Path):
         assert not kernel.processes
     finally:
         kernel.stop()
-
-
-FORKS = f"""
-{LOAD}
-import os, sys
-from ddpnb.cluster.processes import preload
-if (pid := os.fork()) == 0:
-    sys.exit()
-os.waitpid(pid, 0)
-print(preload.server.link.request("signal", ranks=[], number=0).result(60))
-"""
-
-
-def test_the_end_of_a_process_that_the_kernel_has_forked_ends_no_fork_server():
-    assert printed(FORKS).splitlines()[-1] == "None"
 
 
 SHARES = """
