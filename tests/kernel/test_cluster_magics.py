@@ -1,15 +1,12 @@
-import os
 import re
-import subprocess
-import sys
-from functools import partial
-from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.cluster.rig import is_alive
 from tests.kernel.client import Kernel, both
+from tests.programs import printed
+from tests.unit.session.test_import import LOAD
 
 
 @pytest.mark.parametrize(
@@ -63,46 +60,41 @@ def test_start_shows_a_table_and_a_second_start_says_so(bare_kernel: Kernel):
     assert processes_in(status.bundles("text/plain")[0]) == processes
 
 
-def test_a_start_with_other_options_names_the_commands_that_lead_to_them(bare_kernel: Kernel):
-    assert bare_kernel.run("%ddp_start -n 2").passed
+def test_a_start_with_other_options_names_the_commands_that_lead_to_them(kernel: Kernel):
     for line in (
-        "--devices 3xV100 --as resnet50",
+        "--devices 2xV100 --as resnet50",
         "--threads 3",
-        "-n 2 --backend nccl --threads 2",
+        "-n 2 --backend nccl --threads 5",
     ):
-        refused = bare_kernel.run(f"%ddp_start {line}").refusal
+        refused = kernel.run(f"%ddp_start {line}").refusal
         assert f"then repeat %ddp_start with {line.removeprefix('-n 2 ')}." in refused
     for line in ("", "-n 2", "--device cpu --backend gloo", "-n 4 --device cpu"):
-        assert "stays unchanged" in bare_kernel.run(f"%ddp_start {line}").stdout
-    assert bare_kernel.run("%ddp_stop").passed
-    assert "3 ranks ready" in bare_kernel.run("%ddp_start --devices 3xV100 --as resnet50").text
-    for line in ("", "--devices 3xV100 --as resnet50"):
-        assert "stays unchanged" in bare_kernel.run(f"%ddp_start {line}").stdout
+        assert "stays unchanged" in kernel.run(f"%ddp_start {line}").stdout
+    assert kernel.run("%ddp_stop").passed
+    assert "2 ranks ready" in kernel.run("%ddp_start --devices 2xV100 --as resnet50").text
+    for line in ("", "--devices 2xV100 --as resnet50"):
+        assert "stays unchanged" in kernel.run(f"%ddp_start {line}").stdout
 
 
 def test_restart_takes_another_number_and_loses_variables(kernel: Kernel):
     old = processes_in(kernel.run("%ddp_status").bundles("text/plain")[0])
     kernel.run("%%ddp\nlost = 1")
-    assert "3 ranks ready" in kernel.run("%ddp_restart -n 3").text
+    assert "1 rank ready" in kernel.run("%ddp_restart -n 1").text
     assert not any(map(is_alive, old))
-    assert kernel.run("%%ddp\nworld_size, 'lost' in globals()").stdout == "[0-2] (3, False)\n"
+    assert kernel.run("%%ddp\nworld_size, 'lost' in globals()").stdout == "[0] (1, False)\n"
     assert "-n must be at least 1 and" in kernel.run("%ddp_restart -n 0").refusal
-    assert kernel.run("%%ddp\nworld_size").stdout == "[0-2] 3\n"  # the error cost no rank
+    assert kernel.run("%%ddp\nworld_size").stdout == "[0] 1\n"  # the error cost no rank
 
 
-def test_stop_leaves_no_process_and_may_be_said_twice(kernel: Kernel):
+def test_stop_leaves_no_process_ends_a_background_cell_and_may_be_said_twice(kernel: Kernel):
     processes = kernel.processes
+    cell = kernel.run("%%ddp --no-wait\nimport time\ntime.sleep(1000)")
     assert kernel.run("%ddp_stop").stdout == "The cluster has stopped.\n"
     assert not any(map(is_alive, processes))
-    assert kernel.run("%ddp_stop").stdout == "No cluster was running.\n"
-    assert kernel.run("%%ddp\n1").error == "UserError"
-
-
-def test_stop_ends_a_cell_in_the_background_in_one_sentence(kernel: Kernel):
-    cell = kernel.run("%%ddp --no-wait\nimport time\ntime.sleep(1000)")
-    kernel.run("%ddp_stop")
     kernel.wait_for_text(cell, "UserError")
     assert cell.stdout == "UserError: The cluster was stopped before the ranks had finished.\n"
+    assert kernel.run("%ddp_stop").stdout == "No cluster was running.\n"
+    assert kernel.run("%%ddp\n1").error == "UserError"
 
 
 FORKS = """
@@ -139,22 +131,26 @@ print(os.read(reader, 999).decode())""",
 }
 
 
-EXITS = """
+EXITS = f"""
+{LOAD}
 import os, sys, ddpnb
+from ddpnb.cluster.processes import preload
+from ddpnb.session.session import this_session
+early = preload.server
+def fork_and_exit():
+    if not (pid := os.fork()):
+        sys.exit()
+    os.waitpid(pid, 0)
+fork_and_exit()
 ddpnb.start(2, device="cpu")
-if not (pid := os.fork()):
-    sys.exit()
-os.waitpid(pid, 0)
-print(ddpnb.pull("rank"), ddpnb.stop())
+used = this_session()._cluster.processes.server
+fork_and_exit()
+print(used is (early or used), ddpnb.pull("rank"), ddpnb.stop())
 """
 
 
-def test_the_exit_of_a_forked_process_does_not_stop_the_cluster(tmp_path: Path):
-    words = [sys.executable, "-c", EXITS]
-    run = partial(subprocess.run, words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert run(env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}).stdout == (
-        "{0: 0, 1: 1} True\n"
-    )
+def test_the_exit_of_a_forked_process_ends_neither_fork_server_nor_cluster():
+    assert printed(EXITS).splitlines()[-1] == "True {0: 0, 1: 1} True"
 
 
 def test_a_process_forked_from_the_kernel_is_refused(kernel: Kernel):

@@ -41,7 +41,7 @@ def num_stored(project: Path) -> int:
 def test_a_run_is_readable_up_to_its_last_flush_after_a_sigkill(tmp_path: Path):
     with kernel_in(tmp_path, DYNAMO) as kernel:
         kernel.run("%ddp_start -n 2 --device cpu")
-        kernel.run(f"running = {LINE} --no-baseline --no-wait --name cut")
+        kernel.run(f"running = {LINE} --slow 0:5ms,1:5ms --no-baseline --no-wait --name cut")
         kernel.wait_for_value("len(running.result.steps()) >= 100", "True")
         seen = int(kernel.value("len(running.result.steps())"))
         wait_until(lambda: num_stored(tmp_path) >= seen, "the steps in the store", timeout=60)
