@@ -105,7 +105,7 @@ def test_the_figure_grows_in_sight_and_the_table_stands_at_the_end(lesson: Page)
     race.locator("table").first.wait_for(timeout=10_000)
     check_size()
     race.get_by_text("How to read this").click()
-    assert "8 emulated V100" in race.locator("table").nth(1).inner_text()
+    assert "3 emulated V100" in race.locator("table").nth(1).inner_text()
     screenshot(lesson, "lesson-table")
 
 
