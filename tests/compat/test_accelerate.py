@@ -68,7 +68,7 @@ accuracy.update(found, found if rank == 0 else (found + 1) % 3)
 mean.update(float(rank), weight=1 + 2 * rank)
 print(accuracy.compute().item(), mean.compute().item())
 """
-MEASURED = """%%ddp_compare ddp async --epochs 2 --batch-size 20
+MEASURED = """%%ddp_compare ddp async --no-baseline --epochs 1 --batch-size 20
 import torch
 from torch import nn
 from torchmetrics import MetricCollection

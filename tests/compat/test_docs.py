@@ -10,7 +10,7 @@ from tests.compat.conftest import Run, require
 require("lightning", "transformers")
 
 PAGE = Path(__file__).parents[2] / "docs" / "your-code.md"
-LINE = "%%ddp_compare dp ddp async --epochs 1 --batch-size 16\n"
+LINE = "%%ddp_compare dp ddp async --no-baseline --epochs 1 --batch-size 16\n"
 TORCH = "import torch\nfrom torch import nn\n"
 SUPPOSED = {
     "How do I define a loss and a metric?": """

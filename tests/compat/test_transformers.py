@@ -41,8 +41,7 @@ TRAINED = ("2 distributed 16", "DistributedDataParallel True")
 
 def test_trainer_trains_in_cells_and_in_a_script(run: Run, kernel: Kernel):
     (kernel.folder / "finetune.py").write_text(TINY + TRAINER)
-    cell = "%%ddp" + TINY + TRAINER
-    for source in (cell, cell, "%ddp_run finetune.py"):
+    for source in ("%%ddp" + TINY + TRAINER, "%ddp_run finetune.py"):
         printed = run(source).by_rank
         found = [[line for line in printed[rank] if line in TRAINED] for rank in (0, 1)]
         assert found == [list(TRAINED)] * 2, printed
