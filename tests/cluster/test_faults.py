@@ -62,18 +62,6 @@ def test_an_interrupt_reaches_every_rank(unharmed: Cluster, source: str):
     assert cell.seconds < 20
 
 
-def test_ranks_are_interrupted_where_the_kernel_was_started_to_ignore_it():
-    """``nohup jupyter lab &`` starts such a kernel, and its children would ignore SIGINT too."""
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with rig.started(1) as cluster:
-            assert cluster.ranks == (0,)
-            cell = rig.run(cluster, f"{IMPORTS}{LOOP}", timeout=0.5)
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    assert [failure.name for failure in cell.failures.values()] == ["KeyboardInterrupt"]
-
-
 @pytest.mark.parametrize("part", ["handle", "tick"])
 def test_what_fails_in_the_kernel_stops_the_ranks_and_is_raised(unharmed: Cluster, part: str):
     def fail(*_: object) -> None:

@@ -119,27 +119,27 @@ def test_strangers_change_nothing_and_no_key_is_to_be_seen(cluster):
 
 def test_a_killed_kernel_leaves_no_job(slurm):
     earlier, before = started(), jobs()
-    start = "import ddpnb; ddpnb.start(2, engines='slurm', ranks_per_host=1, device='cpu')"
+    start = "import ddpnb; ddpnb.start(1, engines='slurm', ranks_per_host=1, device='cpu')"
     with python(f"{start}; print('go', flush=True); input()") as (kernel, line):
         assert line == "go\n"
         found = [each for each in started() if each not in earlier]
-        assert len(found) >= 7  # a holder, and per node a relay, an agent, a rank
+        assert len(found) >= 4  # a holder, a relay, an agent, a rank
         kernel.kill()
     rig.wait_until(lambda: jobs() <= before, "the job's end", timeout=60)
     rig.wait_until_gone(found)
 
 
-def test_a_job_that_is_cancelled_ends_its_ranks_and_stop_leaves_nothing(slurm):
-    earlier, before = started(), jobs()
-    with rig.started(2, engines="slurm", ranks_per_host=1, num_threads=1) as cluster:
-        (job,) = jobs() - before
-        cell = rig.begin(cluster, "import time\nwhile True: time.sleep(0.01)", timeout=None)
-        subprocess.run(["scancel", job], check=True)
-        rig.finish(cell)
-        assert set(cell.lost) == {0, 1}
-        with pytest.raises(UserError, match="%ddp_restart"):
-            bring_back(cluster, [0])
-    rig.wait_until_gone([each for each in started() if each not in earlier])
+def test_a_job_that_is_cancelled_ends_its_ranks_and_stop_leaves_nothing(cluster):
+    """After this test, the file's cluster has ended."""
+    (job,) = jobs()
+    cell = rig.begin(cluster, "import time\nwhile True: time.sleep(0.01)", timeout=None)
+    subprocess.run(["scancel", job], check=True)
+    rig.finish(cell)
+    assert set(cell.lost) == {0, 1, 2, 3}
+    with pytest.raises(UserError, match="%ddp_restart"):
+        bring_back(cluster, [0])
+    cluster.stop()
+    rig.wait_until_gone(started())
 
 
 SLURM = '''

@@ -2,10 +2,12 @@ import ipaddress
 import json
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import ipyparallel as ipp
@@ -147,7 +149,25 @@ def test_nothing_listens_outside_loopback(cluster: Cluster):
     assert {pid for pid, _ in listening} <= ranks  # only gloo; ipyparallel's sockets are files
 
 
-def test_a_start_survives_lost_messages_and_stop_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def unusual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """An environment in which the fork server fails if it looks for GPUs, and SIGINT is ignored.
+
+    ``nohup jupyter lab &`` starts such a kernel, and its children would ignore SIGINT too.
+    """
+    source = "import __main__\n__main__.may_have_gpus = lambda: 1 / 0"
+    (tmp_path / "no_driver.py").write_text(source)
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+        "DDPNB_PRELOAD": "no_driver",
+    }
+    signal.signal(signal.SIGINT, handler)
+
+
+def test_a_start_survives_lost_messages_and_stop_leaves_nothing(
+    unusual: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
     """A busy controller loses messages, or connects to an engine later than the engine to it."""
     asked, sent = [], []
     connect, send = ipp.Client._connect, ipyparallel_internals.start_call
@@ -165,7 +185,7 @@ def test_a_start_survives_lost_messages_and_stop_leaves_nothing(monkeypatch: pyt
 
     monkeypatch.setattr(ipp.Client, "_connect", leave_the_first_unanswered)
     monkeypatch.setattr(ipyparallel_internals, "start_call", lose_the_first)
-    with rig.started(2) as cluster:
+    with rig.started(2, environment=unusual) as cluster:
         assert [state.rank for state in cluster.states] == [0, 1]
         assert len(asked) >= 2
         assert len(sent) > 2
@@ -184,6 +204,8 @@ def test_a_start_survives_lost_messages_and_stop_leaves_nothing(monkeypatch: pyt
             f"{rig.ALL_REDUCE}import subprocess; child = subprocess.Popen(['sleep', '1000'])",
         )
         assert rig.pull(cluster, "total.item()") == [2.0] * 2
+        cell = rig.run(cluster, "import time\nwhile True: time.sleep(0.01)", timeout=0.5)
+        assert [each.name for each in cell.failures.values()] == ["KeyboardInterrupt"] * 2
         processes = rig.processes_of(cluster)
         assert "sleep" in {process.name() for process in processes}
         cluster.stop()
@@ -303,13 +325,3 @@ def test_the_hosts_name_need_not_resolve_and_torchruns_port_may_be_taken() -> No
     assert num_failures == 0
     assert [total for total, _ in seen] == [2.0, 2.0]
     assert "29500" not in [port for _, port in seen]
-
-
-def test_ranks_on_cpus_start_without_the_gpus_driver(tmp_path, monkeypatch) -> None:
-    """The fork server raises an error as soon as it looks for a GPU."""
-    source = "import __main__\n__main__.may_have_gpus = lambda: 1 / 0"
-    (tmp_path / "no_driver.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    path = {"PYTHONPATH": os.pathsep.join(sys.path), "DDPNB_PRELOAD": "no_driver"}
-    with rig.started(2, environment=path) as cluster:
-        assert rig.pull(cluster, "rank") == [0, 1]
