@@ -1,6 +1,6 @@
 """The lessons run, every solution is right, and an unsolved exercise gets a hint.
 
-``tests/browser/test_lab.py`` runs the first lesson in a browser.
+``tests/browser/test_lab.py`` runs the first comparison in a browser.
 """
 
 from pathlib import Path
@@ -28,7 +28,7 @@ def errors_of(cell: NotebookNode) -> list[str]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("path", SOLUTIONS[1:], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SOLUTIONS, ids=lambda path: path.stem)
 def test_a_lesson_runs_a_gap_stops_nothing_and_the_solutions_are_right(path: Path, tmp_path: Path):
     notebook = executed(with_gaps(path), tmp_path)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
