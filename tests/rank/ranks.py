@@ -24,11 +24,10 @@ from ddpnb.rank.training import loop
 TIMEOUT_SECONDS = 60.0
 
 # One process imports torch and forks all ranks, so that a group starts in a fraction of a second.
-# Without this preload, each rank's first optimizer step imports torch._dynamo for over a second.
+# Without this preload, each rank imports torch._dynamo and the optimizer of zero for over a second.
 CONTEXT = multiprocessing.get_context("spawn" if portable() else "forkserver")
-CONTEXT.set_forkserver_preload(
-    ["ddpnb.rank.training.loop", "ddpnb.rank.tasks.digits", "torch._dynamo"]
-)
+PRELOADED = ["ddpnb.rank.training.loop", "ddpnb.rank.tasks.digits", "torch._dynamo"]
+CONTEXT.set_forkserver_preload([*PRELOADED, "torch.distributed.optim"])
 PINNED = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 """Environment variables that fix the order of sums on every processor."""
 

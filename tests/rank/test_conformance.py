@@ -1,13 +1,10 @@
 """Every strategy equals plain SGD in all cases in which it should compute plain SGD."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
 
 from ddpnb.protocol.catalogue import STRATEGIES
-from ddpnb.rank.strategies.gossip import partner_in_step
 from tests.rank.fit import Fit, Problem, by_hand, by_strategy, distance
 
 SYNCHRONOUS = [
@@ -54,21 +51,15 @@ def test_on_one_rank_it_is_plain_sgd(ranks, word):
     assert list(ranks(1).folder.iterdir()) == []
 
 
-def epochs_of(num_ranks: int) -> int:
-    """Return fewer epochs for many ranks, because they share few cores."""
-    return 3 if num_ranks <= 3 else 1
-
-
 # Three ranks share 10 samples as 4, 3 and 3. In the last batch each rank gets one sample.
 # Every rank always gets a shard (see BatchSchedule), so torch's Join is not needed here.
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("num_ranks", [3, 4])
 @pytest.mark.parametrize("name", [*SYNCHRONOUS, "async:bound=0"])
 def test_on_several_ranks_it_is_one_process_with_the_whole_batch(ranks, name, num_ranks):
-    if num_ranks % 2:
+    if num_ranks == 3:
         problem = Problem(optimizer="sgd", model="frozen" if name == "zero" else "mixed")
     else:
-        problem = Problem(optimizer="adam", accumulate=2, model="frozen", clip=0.3)
-    problem = replace(problem, num_epochs=epochs_of(num_ranks))
+        problem = Problem(optimizer="adam", accumulate=2, model="frozen", clip=0.3, num_epochs=1)
     fits = took_part(ranks(num_ranks).call(by_strategy, name, problem))
     reference = by_hand(problem, num_ranks)
     assert all(distance(fit, reference) < 1e-5 for fit in fits)
@@ -81,7 +72,7 @@ FLAGS = 4 * 4
 """Bytes of one flag for each parameter."""
 SENT = {
     "single": lambda n: 0,
-    "dp": lambda n: S if n > 1 else 0,
+    "dp": lambda n: S,
     "ddp": lambda n: 2 * (n - 1) * S,
     "ddp-by-hand": lambda n: 2 * (n - 1) * (S + FLAGS),
     "ddp-overlap-by-hand": lambda n: 2 * (n - 1) * (S + FLAGS),
@@ -104,14 +95,14 @@ def test_the_bytes_of_every_strategy_are_known():
     assert {word.partition(":")[0] for word in SENT} == set(STRATEGIES)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("num_ranks", [2, 5])
 @pytest.mark.parametrize("word", SENT)
 def test_ranks_agree_in_the_end_have_sent_what_is_known_and_leave_nothing(ranks, word, num_ranks):
-    problem = Problem(num_epochs=epochs_of(num_ranks))
+    problem = Problem(num_epochs=1)
     fits = took_part(ranks(num_ranks).call(by_strategy, word, problem))
     assert all(distance(fit, fits[0]) == 0 for fit in fits)
     # each sample once, but the last batch has 4 of 64 samples, for at most 4 ranks
-    assert num_samples(fits) == problem.num_epochs * (60 + (4 // num_ranks) * num_ranks)
+    assert num_samples(fits) == 60 + (4 // num_ranks) * num_ranks
     assert list(ranks(num_ranks).folder.iterdir()) == []
     sent = [[report.num_bytes_sent for report in fit.reports] for fit in fits]
     if word.partition(":")[0] in ("async", "hogwild"):
@@ -119,14 +110,7 @@ def test_ranks_agree_in_the_end_have_sent_what_is_known_and_leave_nothing(ranks,
         return
     first, second, *others = map(sum, zip(*sent, strict=True))
     if word == "gossip":  # an idle rank has no partner
-        pairs = [
-            sum(
-                partner_in_step(k, rank=r, world_size=num_ranks) is not None
-                for r in range(num_ranks)
-            )
-            for k in range(len(sent[0]))
-        ]
-        assert [first, second, *others] == [S * num for num in pairs]
+        assert {first, second, *others} == {S * (num_ranks - num_ranks % 2)}
         return
     expected = SENT[word] and pytest.approx(SENT[word](num_ranks), abs=4 * num_ranks)
     is_due = [k % 7 == 6 or "every=7" not in word for k in range(len(sent[0]))]
@@ -150,19 +134,18 @@ class Experts(nn.Module):
         return torch.stack(outputs)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 5])
 @pytest.mark.parametrize(
     "name",
     [
-        *("single", "dp", "ddp:find_unused_parameters=on", "ddp-by-hand", "ring-by-hand"),
-        *("ddp-overlap-by-hand", "ddp-overlap-by-hand:bucket_mb=25", "central"),
+        *("dp", "ddp:find_unused_parameters=on", "ddp-by-hand", "ring-by-hand", "central"),
+        *("ddp-overlap-by-hand", "ddp-overlap-by-hand:bucket_mb=25"),
     ],
 )
-def test_parameters_without_a_gradient_on_any_rank_are_not_updated(ranks, name, num_ranks):
+def test_parameters_without_a_gradient_on_any_rank_are_not_updated(ranks, name):
     """Weight decay and Adam's momentum would change these parameters."""
     problem = Problem(model=Experts, optimizer="adamw", num_epochs=1)
-    fits = took_part(ranks(num_ranks).call(by_strategy, name, problem))
-    reference = by_hand(problem, num_ranks)
+    fits = took_part(ranks(3).call(by_strategy, name, problem))
+    reference = by_hand(problem, 3)
     assert all(distance(fit, reference) < 1e-5 for fit in fits)
     assert torch.equal(reference.parameters[-1], problem.build().unused.bias)
 

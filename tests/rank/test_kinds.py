@@ -255,8 +255,10 @@ def test_a_batch_without_samples_is_one_sentence(ranks):
     assert "collate_fn dropped all 20 items" in str(caught.value.cause)
 
 
-@pytest.mark.parametrize("kind", ["dataclass", "slots", "namespace"])
-@pytest.mark.parametrize(("strategy", "accumulate"), [("single", 4), ("dp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("kind", "strategy", "accumulate"),
+    [("dataclass", "dp", 2), ("slots", "fsdp", 2), ("namespace", "single", 4)],
+)
 def test_objects_are_cut_into_micro_batches(ranks, kind, strategy, accumulate):
     source = NET + IN_OBJECTS.replace("KIND", repr(kind))
     expected = plainly_trained(spec_of("single", source.replace("MOST", "20")))
@@ -268,8 +270,14 @@ def test_objects_are_cut_into_micro_batches(ranks, kind, strategy, accumulate):
 SMALL = f"{NET}{ROWS.replace('200', '60').replace('50', '60')}"
 
 
-@pytest.mark.parametrize("grow", GROW)
-@pytest.mark.parametrize("strategy", ["single", "ddp", "zero", "fsdp", "dp", "local-sgd"])
+@pytest.mark.parametrize(
+    ("grow", "strategy"),
+    [
+        *(("growing", strategy) for strategy in ("ddp", "zero", "fsdp", "dp", "local-sgd")),
+        *(("registered", strategy) for strategy in ("single", "dp")),
+        *(("not saved", strategy) for strategy in ("ddp", "fsdp")),
+    ],
+)
 def test_steps_may_add_buffers_or_change_their_sizes(ranks, grow, strategy):
     source = SMALL + BUFFERS.replace("GROW", GROW[grow])
     (report, kept), *_ = ranks(2).call(trained_job, spec_of(strategy, source, num_epochs=4))
@@ -278,8 +286,14 @@ def test_steps_may_add_buffers_or_change_their_sizes(ranks, grow, strategy):
         assert same(kept[0], plainly_trained(spec_of("single", source, num_epochs=4)))
 
 
-@pytest.mark.parametrize("made", SCRIPTS)
-@pytest.mark.parametrize("strategy", ["single", "ddp", "zero", "fsdp", "dp", "async"])
+@pytest.mark.parametrize(
+    ("made", "strategy"),
+    [
+        *(("scripted", strategy) for strategy in ("zero", "dp", "async")),
+        *(("traced", strategy) for strategy in ("ddp", "dp")),
+        ("within a model", "fsdp"),
+    ],
+)
 def test_torchscript_trains(ranks, tmp_path, made, strategy):
     source = SMALL.replace("def model", "def plain") + f"\ndef model(): return {SCRIPTS[made]}"
     spec = spec_of(strategy, source)
@@ -293,16 +307,17 @@ def test_torchscript_trains(ranks, tmp_path, made, strategy):
     assert same(weights_of(results), plainly_trained(spec))
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"), [*((kind, 2) for kind in OPTIMIZERS), ("wraps two", 5)]
+)
 def test_zero_shards_any_optimizer(ranks, kind, num_ranks):
     spec = spec_of("zero", SMALL + OPTIMIZERS[kind])
     results = ranks(num_ranks).call(trained_job, spec)
     assert same(weights_of(results), plainly_trained(spec))
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "dp", "async"])
-def test_optimizers_with_eval_are_switched_or_named(ranks, strategy):
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "dp", "async"])
+def test_optimizers_with_eval_are_switched(ranks, strategy):
     spec = spec_of(strategy, SMALL + AVERAGING)
     (report, kept), *_ = ranks(2).call(trained_job, spec)
     expected = plainly_trained(spec)
@@ -320,7 +335,7 @@ def test_a_layer_unfrozen_in_the_middle_is_named(ranks, strategy, differs, froze
     assert ("replicas differ" in said, "was frozen when" in said) == (differs, frozen), said
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero", "fsdp", "local-sgd", "gossip", "ddp-by-hand"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local-sgd", "gossip"])
 def test_replicas_of_a_usual_model_do_not_differ(ranks, strategy):
     results = ranks(2).call(trained_job, spec_of(strategy, CELL))
     assert [report.notes + report.warnings for report, _ in results] == [(), ()]
@@ -330,11 +345,10 @@ def test_replicas_of_a_usual_model_do_not_differ(ranks, strategy):
     ("strategy", "source", "said"),
     [
         ("ddp", REENTRANT, "use_reentrant=False"),
-        ("zero", REENTRANT, "use_reentrant=False"),
         ("zero", MIXED, "Use one data type"),
         ("fsdp", MIXED, "Use one data type"),
         ("fsdp", PENALTY, "second derivative"),
-        ("zero", AVERAGING, r"cannot call eval\(\)"),
+        ("zero", AVERAGING, "cannot call eval()"),
     ],
 )
 def test_what_a_strategy_cannot_train_is_found_before_anything_trains(
@@ -344,12 +358,12 @@ def test_what_a_strategy_cannot_train_is_found_before_anything_trains(
     causes = [each.cause for each in found if isinstance(each, RankFailedError)]
     assert isinstance(causes[0], UserError)
     assert len(str(causes[0])) < 600
-    assert said.replace("\\", "") in str(causes[0])
+    assert said in str(causes[0])
 
 
 @pytest.mark.parametrize(
     ("strategy", "source", "accumulate"),
-    [("ddp", TOKENS, 1), ("dp", TOKENS, 2), ("ddp", DROPS, 1), ("local-sgd", TOKENS, 1)],
+    [("local-sgd", TOKENS, 1), ("dp", TOKENS, 2), ("ddp", DROPS, 1)],
 )
 def test_a_loss_that_is_no_mean_over_halves_is_named(ranks, tmp_path, strategy, source, accumulate):
     spec = spec_of(strategy, source, accumulate=accumulate)
