@@ -45,7 +45,7 @@ def test_the_results_methods(compared: Cell, kernel: Kernel):
 
 
 def test_each_strategy_is_compared_at_its_best_learning_rate(kernel: Kernel):
-    line = "ddp async --task digits --epochs 1 --batch-size 64 --lr 0.001,0.1 --repeats 2"
+    line = "ddp async --task digits --epochs 0.5 --batch-size 64 --lr 0.001,0.1 --repeats 2"
     line += " --no-baseline --devices 2 --compute 1ms/sample,2ms --eval-samples 90 --name tuned"
     shown = kernel.run(f"tuned = %ddp_compare {line}")
     assert "best of 2 lr" in shown.text
@@ -63,7 +63,7 @@ def test_each_strategy_is_compared_at_its_best_learning_rate(kernel: Kernel):
     assert kernel.value(f"{best}.is_compared.tolist()") == "[True, True]"
     assert kernel.value("first.is_compared.sum() == 2") == "True"
     kernel.run(
-        "one = %ddp_compare ddp --task digits --epochs 1 --batch-size 64 --lr 0.1 "
+        "one = %ddp_compare ddp --task digits --epochs 0.5 --batch-size 64 --lr 0.1 "
         "--no-baseline --devices 2 --compute 1ms/sample,2ms --eval-samples 90"
     )
     same = "first.query('strategy == \"ddp\" and is_compared').held_out_loss.item()"

@@ -101,7 +101,7 @@ def test_samples_are_handed_out_on_the_ranks(with_model: Kernel):
 
 
 def test_a_comparison_is_predicted_from_and_looked_into(with_model: Kernel):
-    line = "%ddp_compare async ddp --task digits --epochs 2 --slow 1:2x --name kept"
+    line = "%ddp_compare async ddp --task digits --epochs 1 --slow 1:2x --name kept"
     assert with_model.run(line, timeout=120).passed
     predicted = with_model.run("%ddp_predict --ranks 1,2,64 --link 100GbE --run kept").passed
     assert "Fitted to kept: a step costs" in predicted.text

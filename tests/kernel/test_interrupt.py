@@ -252,7 +252,7 @@ COMMANDS = {
     "push": "big = 'x' * 50_000_000\n%ddp_push big",
     "pull": "%ddp_pull torch.ones(5_000_000) --as pulled",
     "check": "%ddp_check total",
-    "comparison": "%ddp_compare ddp async --task digits --epochs 1 --no-baseline",
+    "comparison": "%ddp_compare ddp async --task digits --epochs 0.5 --no-baseline",
     "inspection": "%ddp_inspect --task digits",
     "samples": "%ddp_samples",
     "collective": "%ddp_show all_reduce",

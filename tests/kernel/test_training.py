@@ -88,7 +88,7 @@ class Fragile(nn.Linear):
 
 def test_every_choice_works_from_the_line(kernel: Kernel):
     cell = kernel.run(
-        "%ddp_compare dp ddp async --task synthetic:samples=256 --epochs 2 "
+        "%ddp_compare dp ddp async --task synthetic:samples=256 --epochs 1 "
         "--batch-per-worker 16 --lr 0.01 --momentum 0.9 "
         "--accumulate 2 --amp bf16 --clip 1 "
         "--data-workers 1 --slow 1:5ms --jitter 10% --save --name chosen"
