@@ -100,6 +100,8 @@ class ForkServerProcess:
         except subprocess.TimeoutExpired:
             self._kill_group()
             self._server.wait(STOP_TIMEOUT_SECONDS)
+        if self.folder.exists():  # the fork server was killed, so programs may be left
+            kill_programs(self.folder)
             remove_folder(self.folder)
         self.link.close()
 

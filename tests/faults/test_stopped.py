@@ -20,6 +20,7 @@ from tests.cluster.rig import (
     run,
     started,
     wait_until,
+    wait_until_gone,
 )
 from tests.faults.conftest import SETUP
 from tests.programs import python
@@ -114,12 +115,24 @@ def test_all_processes_may_sleep_and_wake_up() -> None:
         assert notebook.stdout.readline() == "fine\n"
 
 
-def test_a_cluster_with_a_stopped_rank_can_be_stopped() -> None:
-    with started(2) as cluster:
-        processes = processes_of(cluster)
-        psutil.Process(cluster.states[1].pid).suspend()
+PROGRAM = "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)"
+
+
+def test_a_cluster_with_a_stopped_rank_can_be_stopped_even_if_its_fork_server_is_killed() -> None:
+    with started(1) as cluster:
+        run(cluster, PROGRAM)
+        server, *others = processes_of(cluster)
+        controller = controller_of(cluster)
+        psutil.Process(cluster.states[0].pid).suspend()
+
+        def kill() -> None:
+            wait_until(lambda: not is_alive(controller), "the stop to begin")
+            server.kill()
+
+        threading.Thread(target=kill).start()
         cluster.stop()
-        assert not [process for process in processes if process.is_running()]
+        wait_until_gone(others, timeout=5)
+        assert not cluster.folder.exists()
 
 
 def test_a_cluster_with_a_stopped_service_names_the_restart_that_helps(
