@@ -53,7 +53,7 @@ def test_on_one_rank_it_is_plain_sgd(ranks, word):
 
 # Three ranks share 10 samples as 4, 3 and 3. In the last batch each rank gets one sample.
 # Every rank always gets a shard (see BatchSchedule), so torch's Join is not needed here.
-@pytest.mark.parametrize("num_ranks", [3, 4])
+@pytest.mark.parametrize("num_ranks", [3, 4, 8])
 @pytest.mark.parametrize("name", [*SYNCHRONOUS, "async:bound=0"])
 def test_on_several_ranks_it_is_one_process_with_the_whole_batch(ranks, name, num_ranks):
     if num_ranks == 3:
