@@ -175,11 +175,15 @@ def test_a_start_without_free_descriptors_is_refused_and_leaves_no_folder(bare_k
     )
     for more in (0, 9):
         bare_kernel.run(
-            "num = max(map(int, os.listdir('/proc/self/fd'))) + 1\n"
-            f"resource.setrlimit(resource.RLIMIT_NOFILE, (num + {more}, usual[1]))"
+            "last, held = max(map(int, os.listdir('/proc/self/fd'))), [os.dup(0)]\n"
+            "while held[-1] < last: held.append(os.dup(0))\n"  # the free numbers below the last
+            f"limit = held[-1] + 1 + {more}\n"
+            "resource.setrlimit(resource.RLIMIT_NOFILE, (limit, usual[1]))"
         )
         cell = bare_kernel.run("%ddp_start -n 2")
-        bare_kernel.run("resource.setrlimit(resource.RLIMIT_NOFILE, usual)")
+        bare_kernel.run(
+            "resource.setrlimit(resource.RLIMIT_NOFILE, usual)\nfor each in held: os.close(each)"
+        )
         assert "%ddp_start to try again" in cell.text, cell.text
     assert bare_kernel.value("len(made) == 2, [each for each in made if os.path.exists(each)]") == (
         "True []"
