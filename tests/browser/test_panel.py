@@ -84,7 +84,7 @@ def test_it_trains_by_keyboard_alone_until_it_is_stopped(page: Page) -> None:
     tab_to(page, "Run")
     page.keyboard.press("Space")
     picture = cell(page, PANEL).locator(".jp-RenderedImage img")
-    for _ in range(2):
+    for _ in range(3):
         shown = str(picture.get_attribute("src", timeout=60_000))
         expect(picture).not_to_have_attribute("src", shown, timeout=30_000)
     assert focused(page) == "Run"

@@ -41,11 +41,12 @@ def test_another_python_and_another_clock(tmp_path, lines, sentence):
     refused(tmp_path, sentence, f"PYTHONPATH={tmp_path}:$PYTHONPATH")
 
 
-def test_another_version_of_a_package(tmp_path):
-    installed = tmp_path / "torch-0.0.9.dist-info"
+@pytest.mark.parametrize("package", ["torch", "ddpnb"])
+def test_another_version_of_a_package(tmp_path, package):
+    installed = tmp_path / f"{package}-0.0.9.dist-info"
     installed.mkdir()
-    (installed / "METADATA").write_text("Name: torch\nVersion: 0.0.9\n")
-    sentence = r"Host a has torch 0\.0\.9, but this host has [\d.]+. Install the same version"
+    (installed / "METADATA").write_text(f"Name: {package}\nVersion: 0.0.9\n")
+    sentence = rf"Host a has {package} 0\.0\.9, but this host has [\d.]+. Install the same version"
     refused(tmp_path, sentence, f"PYTHONPATH={tmp_path}:$PYTHONPATH")
 
 

@@ -125,10 +125,10 @@ TRAINED = {"source": CELL, "num_epochs": 2, "batch_size": 40}
 
 
 def test_strategies_train_across_hosts(cluster, tmp_path):
-    names = "ddp", "async", "gossip", "single:threads=all"
+    names = "ddp", "fsdp", "async", "gossip", "single:threads=all"
     comparison = rig.prepared(cluster, tmp_path, *names, **TRAINED).run().comparison
     *found, single = comparison.runs
-    assert [each.status for each in comparison.runs] == ["finished"] * 4
+    assert [each.status for each in comparison.runs] == ["finished"] * 5
     assert all({*each.events["rank"]} == {0, 1, 2, 3} for each in found)
     assert single.header.num_devices == 2
     assert single.header.num_threads == 2  # the threads of all ranks on its host

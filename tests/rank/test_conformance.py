@@ -95,7 +95,7 @@ def test_the_bytes_of_every_strategy_are_known():
     assert {word.partition(":")[0] for word in SENT} == set(STRATEGIES)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 5])
+@pytest.mark.parametrize("num_ranks", [2, 5, 8])
 @pytest.mark.parametrize("word", SENT)
 def test_ranks_agree_in_the_end_have_sent_what_is_known_and_leave_nothing(ranks, word, num_ranks):
     problem = Problem(num_epochs=1)

@@ -348,6 +348,7 @@ def test_replicas_of_a_usual_model_do_not_differ(ranks, strategy):
         ("zero", MIXED, "Use one data type"),
         ("fsdp", MIXED, "Use one data type"),
         ("fsdp", PENALTY, "second derivative"),
+        ("zero", REENTRANT, "use_reentrant=False"),
         ("zero", AVERAGING, "cannot call eval()"),
     ],
 )
